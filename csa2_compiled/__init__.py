@@ -1,0 +1,25 @@
+"""CSA2, the attention of DeepSeek-V4.1, as plain PyTorch code that a compiler makes fast."""
+
+from csa2_compiled.attention import CSA2Attention
+from csa2_compiled.checkpoint import CheckpointError, load_attention, save_attention
+from csa2_compiled.config import ConfigError, CSA2Config, LayerRole
+from csa2_compiled.masks.layout import AttentionLayout
+from csa2_compiled.model import CSA2ForCausalLM
+from csa2_compiled.state import CSA2Output, CSA2State, Publication
+from csa2_compiled.tokens import CSA2InputError
+
+__all__ = [
+    "AttentionLayout",
+    "CSA2Attention",
+    "CSA2Config",
+    "CSA2ForCausalLM",
+    "CSA2InputError",
+    "CSA2Output",
+    "CSA2State",
+    "CheckpointError",
+    "ConfigError",
+    "LayerRole",
+    "Publication",
+    "load_attention",
+    "save_attention",
+]

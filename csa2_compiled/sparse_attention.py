@@ -1,0 +1,154 @@
+"""The attention core: window, selected compressed positions and sink under one softmax, K = V.
+
+Written with FlexAttention in two exact layouts, and once as plain matrix products, which gradients use
+(see `csa2_compiled.masks.layout`).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, flex_attention, or_masks
+
+from csa2_compiled import masks, ops
+from csa2_compiled.kernel_options import forward_tiles, shared_memory_per_block
+from csa2_compiled.masks.block_mask import slot_block_counts
+from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
+
+SLOT_KEY_BLOCK = 64  # a narrower block wastes less of the last one
+_FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def layout_for(q: Tensor, num_compressed: int, topk: int, window: int, requested: AttentionLayout) -> LayoutChoice:
+    """The layout that serves a call with q [B, S, H, D]; see `csa2_compiled.masks.choose_layout`."""
+    return masks.choose_layout(
+        requested,
+        num_tokens=q.shape[1],
+        num_compressed=num_compressed,
+        num_selected=topk,
+        window=window,
+        needs_gradient=torch.is_grad_enabled() and q.requires_grad,
+        flex_takes_dtype=q.dtype in _FLEX_DTYPES,
+    )
+
+
+def sparse_attention(
+    q: Tensor,
+    window_kv: Tensor,
+    compressed_kv: Tensor | None,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    window: int,
+    starts: Tensor | None,
+    layout: AttentionLayout,
+) -> Tensor:
+    """Attend from every query to its window, its selection and the sink.
+
+    q: [B, S, H, D]; window_kv: [B, S, D], keys and values at once; compressed_kv: [B, T, D] and
+    topk_indices: int32 [B, S, K], -1 where absent, or None for a window layer; sink: float32 [H];
+    starts: see `Tokens`. Logits are q . k / sqrt(D). Returns [B, S, H, D] in q's dtype.
+    """
+    recent = masks.window_indices(q.shape[1], window, q.device, starts).expand(q.shape[0], -1, -1)
+    if compressed_kv is None or topk_indices is None:
+        keys, visible = window_kv, recent
+    else:
+        keys = torch.cat([window_kv, compressed_kv], dim=1)
+        selected = torch.where(topk_indices >= 0, topk_indices + window_kv.shape[1], -1)
+        visible = torch.cat([recent, selected], dim=-1)
+    if layout is AttentionLayout.DENSE:
+        return _attend_dense(q, keys, visible, topk_indices, sink, window, starts)
+    if layout is AttentionLayout.SLOTS:
+        return _attend_slots(q, keys, visible, sink)
+    return _attend_plain(q, keys, visible, sink)
+
+
+def _attend_dense(
+    q: Tensor,
+    keys: Tensor,
+    visible: Tensor,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    window: int,
+    starts: Tensor | None,
+) -> Tensor:
+    batch, tokens, _, dim = q.shape
+    compressed, sink_key = keys.shape[1] - tokens, keys.shape[1]
+    mask = masks.generate_window_mask(window, tokens)
+    if starts is not None:
+        mask = and_masks(mask, masks.generate_document_mask(masks.own_buffer(starts), tokens))
+    if topk_indices is not None and compressed > 0:
+        bits = masks.own_buffer(masks.pack_selection(topk_indices, compressed))
+        mask = or_masks(mask, masks.generate_selection_mask(bits, tokens, compressed))
+    mask = or_masks(mask, masks.generate_sink_mask(sink_key))
+    seen = torch.cat([visible, torch.full_like(visible[..., :1], sink_key)], dim=-1)
+    block_mask = masks.block_mask_from_counts(
+        masks.block_pair_counts(seen, sink_key + 1, KEY_BLOCK, KEY_BLOCK),
+        mask,
+        num_queries=tokens,
+        num_keys=sink_key + 1,
+        query_block=KEY_BLOCK,
+        key_block=KEY_BLOCK,
+    )
+    # The sink's key is zeros: as a value it must add nothing.
+    all_keys = masks.own_buffer(torch.cat([keys, keys.new_zeros(batch, 1, dim)], dim=1).unsqueeze(1))
+    attended = flex_attention(
+        masks.own_buffer(q.transpose(1, 2)),
+        all_keys,
+        all_keys,
+        score_mod=masks.generate_sink_score(masks.own_buffer(sink), sink_key),
+        block_mask=block_mask,
+        scale=dim**-0.5,
+        enable_gqa=True,
+        kernel_options=_tiles(q, query_rows=KEY_BLOCK),
+    )
+    return attended.transpose(1, 2)
+
+
+def _attend_slots(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    batch, tokens, heads, dim = q.shape
+    slots = _with_sink_slot(visible)
+    rows, num_slots = batch * tokens, slots.shape[-1]
+    gathered = masks.own_buffer(ops.gather_kv(keys, slots).view(rows, 1, num_slots, dim))
+    filled = masks.own_buffer((slots >= 0).index_fill(-1, _first(slots), True).view(rows, num_slots))
+    block_mask = masks.block_mask_from_counts(
+        slot_block_counts(filled, SLOT_KEY_BLOCK),
+        masks.generate_slot_mask(filled),
+        num_queries=heads,
+        num_keys=num_slots,
+        query_block=KEY_BLOCK,
+        key_block=SLOT_KEY_BLOCK,
+    )
+    attended = flex_attention(
+        masks.own_buffer(q.reshape(rows, 1, heads, dim)),
+        gathered,
+        gathered,
+        score_mod=masks.generate_sink_score(masks.own_buffer(sink), 0, heads_are_rows=True),
+        block_mask=block_mask,
+        scale=dim**-0.5,
+        kernel_options=_tiles(q, query_rows=heads),
+    )
+    return attended.view(batch, tokens, heads, dim)
+
+
+def _attend_plain(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    gathered = ops.gather_kv(keys, visible).to(wide)  # [B, S, slots, D]
+    logits = torch.matmul(q.to(wide), gathered.transpose(2, 3)) * q.shape[-1] ** -0.5
+    logits = torch.where((visible >= 0).unsqueeze(2), logits, float("-inf"))
+    sink_logit = sink.to(wide).view(1, 1, -1, 1).expand(*logits.shape[:3], 1)
+    probabilities = torch.cat([sink_logit, logits], dim=-1).softmax(dim=-1)[..., 1:]
+    return torch.matmul(probabilities, gathered).to(q.dtype)
+
+
+def _with_sink_slot(visible: Tensor) -> Tensor:
+    # Slot 0 is the sink: an empty slot, so that its key is zeros.
+    return torch.cat([torch.full_like(visible[..., :1], -1), visible], dim=-1)
+
+
+def _first(slots: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=slots.device)
+
+
+def _tiles(q: Tensor, query_rows: int) -> dict[str, int] | None:
+    if q.device.type != "cuda":
+        return None
+    limit = shared_memory_per_block(q.device)
+    return forward_tiles(q.shape[-1], q.element_size(), limit, query_rows).as_kernel_options()

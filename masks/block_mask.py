@@ -1,0 +1,60 @@
+"""BlockMasks built from indices: work and memory follow the number of slots, never queries x keys."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, _mask_mod_signature
+
+from csa2_compiled.masks.own_buffer import own_buffer
+
+
+def block_pair_counts(indices: Tensor, num_keys: int, query_block: int, key_block: int) -> Tensor:
+    """Count the visible (query, key) pairs in every block.
+
+    indices: int [N, S, slots], the keys each query sees, -1 where a slot is empty, no key twice.
+    Returns int32 [N, ceil(S / query_block), ceil(num_keys / key_block)].
+    """
+    rows, queries, _ = indices.shape
+    query_blocks, key_blocks = -(-queries // query_block), -(-num_keys // key_block)
+    # Empty slots are counted in a block column of their own, which is cut off again.
+    column = torch.where(indices >= 0, indices // key_block, key_blocks).long()
+    row = torch.arange(queries, device=indices.device)[None, :, None] // query_block
+    block = (row * (key_blocks + 1) + column).flatten(1)
+    counts = torch.zeros(rows, query_blocks * (key_blocks + 1), dtype=torch.int32, device=indices.device)
+    counts = counts.scatter_add(1, block, torch.ones_like(block, dtype=torch.int32))
+    return counts.view(rows, query_blocks, key_blocks + 1)[..., :key_blocks]
+
+
+def slot_block_counts(filled: Tensor, key_block: int) -> Tensor:
+    """Count the filled slots in every block of a row (slots layout).
+
+    filled: bool [N, slots]. Returns int32 [N, 1, ceil(slots / key_block)].
+    """
+    blocks = -(-filled.shape[1] // key_block)
+    padded = F.pad(filled, (0, blocks * key_block - filled.shape[1]))
+    return padded.view(filled.shape[0], 1, blocks, key_block).sum(-1, dtype=torch.int32)
+
+
+def block_mask_from_counts(
+    counts: Tensor,
+    mask_mod: _mask_mod_signature,
+    num_queries: int,
+    num_keys: int,
+    query_block: int,
+    key_block: int,
+) -> BlockMask:
+    """Make FlexAttention's BlockMask: a block is visited when it holds at least one visible pair.
+
+    counts: int32 [N, query blocks, key blocks]. Every visited block is a partial one, so the mask mod
+    decides inside it; no block is taken as full.
+    """
+    occupied = (counts > 0).unsqueeze(1)
+    # A stable descending sort of the occupancy lists the occupied blocks first, in ascending order.
+    order = torch.argsort(occupied.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return BlockMask.from_kv_blocks(
+        own_buffer(occupied.sum(-1, dtype=torch.int32)),
+        own_buffer(order),
+        BLOCK_SIZE=(query_block, key_block),
+        mask_mod=mask_mod,
+        seq_lengths=(num_queries, num_keys),
+    )
