@@ -2,6 +2,7 @@
 
 from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.checkpoint import CheckpointError, load_attention, save_attention
+from csa2_compiled.compiled import CompiledModel, compile_model
 from csa2_compiled.config import ConfigError, CSA2Config, LayerRole
 from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.model import CSA2ForCausalLM
@@ -17,9 +18,11 @@ __all__ = [
     "CSA2Output",
     "CSA2State",
     "CheckpointError",
+    "CompiledModel",
     "ConfigError",
     "LayerRole",
     "Publication",
+    "compile_model",
     "load_attention",
     "save_attention",
 ]

@@ -104,6 +104,12 @@ class CSA2Attention(nn.Module):
         )
         return CSA2Output(self._project_output(attended, rotations, tokens), state)
 
+    @property
+    def kind(self) -> tuple[str, int, bool, bool, str]:
+        """Layers of the same kind do the same with other weights, so one compiled region serves them."""
+        role, layout = self.role.value, AttentionLayout(self.layout).value
+        return role, self.ratio, self.publishes_candidates, self.selects_within_candidates, layout
+
     def window_kv(self, x: Tensor, rotations: Tensor) -> Tensor:
         """The window key (and value) of each token, after RoPE and fp8: x [B, S, hidden] -> [B, S, D]."""
         kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotations, False)
@@ -169,21 +175,24 @@ class CSA2Attention(nn.Module):
 
     def _check_source(self, x: Tensor, state: CSA2State) -> None:
         read = state.of_ratio(self.ratio)
-        who = f"layer {self.layer_idx} ({self.role.value}, compress ratio {self.ratio})"
         if read is None:
             had = [p.compress_ratio for p in state.publications]
             found = f"it has ratio {had} only" if had else "it is empty"
             raise CSA2InputError(
-                f"state holds no source of compress ratio {self.ratio} for {who}; {found}. Run layer "
+                f"state holds no source of compress ratio {self.ratio} for {self._name()}; {found}. Run layer "
                 f"{self.cfg.kv_source(self.layer_idx)} first and pass its state on"
             )
         expected = (x.shape[0], x.shape[1] // self.ratio, self.cfg.head_dim)
         if tuple(read.compressed_kv.shape) != expected:
             raise CSA2InputError(
-                f"state's compressed_kv has shape {tuple(read.compressed_kv.shape)}; {who} needs {list(expected)} "
-                "for this x: the state is of another batch or length"
+                f"state's compressed_kv has shape {tuple(read.compressed_kv.shape)}; {self._name()} needs "
+                f"{list(expected)} for this x: the state is of another batch or length"
             )
         if self.selects_within_candidates and read.candidates is None:
             raise CSA2InputError(
-                f"state holds no candidates for {who}; run layer {self.cfg.candidate_source_layer_id} first"
+                f"state holds no candidates for {self._name()}; run layer {self.cfg.candidate_source_layer_id} first"
             )
+
+    def _name(self) -> str:
+        # Called for errors only: reading layer_idx in a compiled region would compile it once a layer.
+        return f"layer {self.layer_idx} ({self.role.value}, compress ratio {self.ratio})"

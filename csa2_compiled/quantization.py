@@ -1,23 +1,22 @@
 """Quantize-dequantize boundaries of CSA2's keys and index queries, and their packed storage (SPEC section 2).
 
-| name  | used on                     | group | scale                                           | element |
-| ----- | --------------------------- | ----- | ----------------------------------------------- | ------- |
-| fp8   | window keys                 | 32    | E8M0: 2^ceil(log2(max(amax, 1e-4) * (1/448)))   | E4M3    |
-| nvfp4 | compressed keys             | 16    | E4M3: E4M3(max(amax, 6 * 2^-9) / 6)             | E2M1    |
-| mxfp4 | index queries, index keys   | 32    | E8M0: 2^ceil(log2(max(amax, 6 * 2^-126) * (1/6))) | E2M1    |
+| name  | used on                   | group | scale                                               | element |
+| ----- | ------------------------- | ----- | --------------------------------------------------- | ------- |
+| fp8   | window keys               | 32    | E8M0: 2^ceil(log2(max(amax, 1e-4) * (1/448)))       | E4M3    |
+| nvfp4 | compressed keys           | 16    | E4M3: max(amax, 6 * 2^-9) / 6, rounded, at most 448 | E2M1    |
+| mxfp4 | index queries, index keys | 32    | E8M0: 2^ceil(log2(max(amax, 6 * 2^-126) * (1/6)))   | E2M1    |
 
 ``amax`` is the largest magnitude of a group of consecutive values along the last dimension. An element is
-value / scale rounded to nearest, ties to even code.
+value / scale rounded to nearest, ties to even code. Outside of what the formats can hold:
 
-There is no division here: eager CUDA divides by a Python number through its reciprocal and Triton's fp32
-division is not correctly rounded, so a division would put values near a tie into different bins on different
-backends. Every step below is exact or one correctly rounded fp32 operation, hence the same bits everywhere.
-
-Values outside the formats:
 - The sign is always kept: -0.0, and a negative value that rounds to zero, leave as -0.0.
-- A NaN or an infinity anywhere in a group turns the whole group into NaN; nothing is raised.
+- A NaN or an infinity in a group turns the whole group into NaN; nothing is raised.
 - nvfp4 has no scale above 448, so its magnitudes saturate at 6 * 448 = 2688.
-- In fp8 and mxfp4 the top of the input dtype's range can round up to 2^n beyond it, that is to infinity.
+- In fp8 and mxfp4 the top of the input dtype's range can round up to a power of two beyond it: to infinity.
+
+No step is a division: eager CUDA divides by a Python number through its reciprocal and Triton's division of
+fp32 is not correctly rounded, so values near a tie would land in other bins. Every step is exact or one
+correctly rounded fp32 operation, hence the same bits on every backend.
 """
 
 from dataclasses import dataclass
@@ -27,56 +26,37 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MANTISSA_BITS = 23  # of fp32; its exponent bias is 127
-MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
-EXPONENT_MASK = 0xFF << MANTISSA_BITS
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
-# Between neighbouring E2M1 magnitudes: the tie, whether it goes up (to the even code), the distance.
-E2M1_STEPS = (
-    (0.25, False, 0.5),
-    (0.75, True, 0.5),
-    (1.25, False, 0.5),
-    (1.75, True, 0.5),
-    (2.5, False, 1.0),
-    (3.5, True, 1.0),
-    (5.0, False, 2.0),
-)
+MANTISSA_BITS, MANTISSA_MASK, EXPONENT_MASK = 23, 0x007FFFFF, 0x7F800000  # of fp32; its exponent bias is 127
+# Ties between neighbouring E2M1 magnitudes and the distance of the two, by where the even code is.
+E2M1_TIES_DOWN = ((0.25, 0.5), (1.25, 0.5), (2.5, 1.0), (5.0, 2.0))
+E2M1_TIES_UP = ((0.75, 0.5), (1.75, 0.5), (3.5, 1.0))
 
 
 @dataclass(frozen=True)
 class QuantizationFormat:
-    """One quantize-dequantize format: ``group_size`` values share a scale of one byte.
-
-    ``amax_floor`` is the least group magnitude the scale is made from; ``element_max`` the largest element.
-    """
+    """``group_size`` values share a one-byte scale, made from their amax, but at least ``amax_floor``."""
 
     name: str
     group_size: int
     element: Literal["e4m3", "e2m1"]
     element_max: float
+    elements_per_byte: int
     scale: Literal["e8m0", "e4m3"]
     amax_floor: float
 
-    @property
-    def elements_per_byte(self) -> int:
-        """Elements stored in one byte: 1 for E4M3, 2 for E2M1."""
-        return 1 if self.element == "e4m3" else 2
-
 
 FORMATS: dict[str, QuantizationFormat] = {
-    "fp8": QuantizationFormat("fp8", 32, "e4m3", E4M3_MAX, "e8m0", 1e-4),
-    "nvfp4": QuantizationFormat("nvfp4", 16, "e2m1", E2M1_MAX, "e4m3", 6 * 2.0**-9),
-    "mxfp4": QuantizationFormat("mxfp4", 32, "e2m1", E2M1_MAX, "e8m0", 6 * 2.0**-126),
+    "fp8": QuantizationFormat("fp8", 32, "e4m3", 448.0, 1, "e8m0", 1e-4),
+    "nvfp4": QuantizationFormat("nvfp4", 16, "e2m1", 6.0, 2, "e4m3", 6 * 2.0**-9),
+    "mxfp4": QuantizationFormat("mxfp4", 32, "e2m1", 6.0, 2, "e8m0", 6 * 2.0**-126),
 }
 
 
 class PackedTensor(NamedTuple):
-    """A tensor [..., D] in its storage format; a row takes ``row_bytes(D, format_name)`` bytes.
+    """A tensor [..., D] as bytes: ``codes`` [..., D or D / 2], ``scales`` [..., D / group_size], both uint8.
 
-    ``codes``: uint8 [..., D] for fp8 (E4M3), [..., D / 2] for the FP4 formats (E2M1; the low nibble is the
-    even index). ``scales``: uint8 [..., D / group_size], E4M3 for nvfp4, else E8M0 (2^(byte - 127), 255 is
-    NaN). ``dtype`` is what :func:`unpack` returns.
+    E2M1 codes lie two in a byte, the even index in the low nibble. E8M0 is 2^(byte - 127), 255 is NaN.
+    ``dtype`` is what :func:`unpack` returns.
     """
 
     codes: Tensor
@@ -93,20 +73,20 @@ def quantize_dequantize_body(x: Tensor, format_name: str) -> Tensor:
         format_name: "fp8", "nvfp4" or "mxfp4".
 
     Returns:
-        [..., D] in the dtype of ``x``. The module's docstring says what happens to NaN, infinity and -0.0.
+        [..., D], contiguous, in the dtype of ``x``; for NaN, infinity and -0.0 see the module's docstring.
 
     Raises:
         ValueError: unknown format, D not a multiple of the group size, or a dtype not in ``DTYPES``.
     """
     elements, scales = _quantize(x, format_name)
-    return (elements * scales).flatten(-2).to(x.dtype)
+    return (elements * scales).flatten(-2).to(x.dtype).contiguous()
 
 
 def pack(x: Tensor, format_name: str) -> PackedTensor:
     """Quantize ``x`` [..., D] into bytes. Arguments and errors as in :func:`quantize_dequantize_body`."""
     quantization_format = _find_format(format_name)
-    elements, scales = _quantize(x, format_name)
-    elements, scales = elements.flatten(-2), scales.squeeze(-1)
+    grouped_elements, grouped_scales = _quantize(x, format_name)
+    elements, scales = grouped_elements.flatten(-2), grouped_scales.squeeze(-1)
     if quantization_format.scale == "e8m0":
         scale_codes = (scales.view(torch.int32) >> MANTISSA_BITS).to(torch.uint8)
     else:
@@ -122,21 +102,18 @@ def pack(x: Tensor, format_name: str) -> PackedTensor:
 def unpack(packed: PackedTensor) -> Tensor:
     """The values of a packed tensor, [..., D] in ``packed.dtype``.
 
-    ``unpack(pack(x, name))`` has the bits of ``quantize_dequantize_body(x, name)`` (NaN payloads aside).
+    ``unpack(pack(x, name))`` has the bits of ``quantize_dequantize_body(x, name)``, NaN payloads aside.
 
     Raises:
-        ValueError: unknown format, codes or scales that are not uint8, or shapes that do not fit together.
+        ValueError: unknown format, or shapes of codes and scales that do not fit together.
     """
     quantization_format = _find_format(packed.format_name)
-    for name, field in (("codes", packed.codes), ("scales", packed.scales)):
-        if field.dtype != torch.uint8:
-            raise ValueError(f"packed.{name} has dtype {field.dtype}; allowed: torch.uint8")
-    groups, group_size = packed.scales.shape[-1], quantization_format.group_size
-    code_bytes = groups * group_size // quantization_format.elements_per_byte
-    if packed.codes.shape != (*packed.scales.shape[:-1], code_bytes):
+    *rows, groups = packed.scales.shape
+    shape = (*rows, groups * quantization_format.group_size // quantization_format.elements_per_byte)
+    if packed.codes.shape != shape:
         raise ValueError(
-            f"packed.codes has shape {tuple(packed.codes.shape)}; allowed with packed.scales of shape "
-            f"{tuple(packed.scales.shape)} in {packed.format_name}: (..., {code_bytes})"
+            f"packed.codes has shape {tuple(packed.codes.shape)}; allowed for {packed.format_name} with "
+            f"packed.scales of shape {tuple(packed.scales.shape)}: {shape}"
         )
     if quantization_format.scale == "e8m0":
         scales = _power_of_two(packed.scales.to(torch.int32))
@@ -147,7 +124,7 @@ def unpack(packed: PackedTensor) -> Tensor:
     else:
         codes = packed.codes.to(torch.int32)
         elements = _e2m1_values(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2))
-    elements = elements.unflatten(-1, (groups, group_size))
+    elements = elements.unflatten(-1, (groups, quantization_format.group_size))
     return (elements * scales.unsqueeze(-1)).flatten(-2).to(packed.dtype)
 
 
@@ -169,10 +146,10 @@ def _find_format(format_name: str) -> QuantizationFormat:
 
 
 def _check_groups(argument: str, dim: int, quantization_format: QuantizationFormat) -> None:
-    if dim % quantization_format.group_size != 0:
+    group_size = quantization_format.group_size
+    if dim % group_size != 0:
         raise ValueError(
-            f"{argument} is {dim}; allowed for {quantization_format.name}: "
-            f"multiples of its group size {quantization_format.group_size}"
+            f"{argument} is {dim}; allowed for {quantization_format.name}: multiples of {group_size}"
         )
 
 
@@ -185,39 +162,31 @@ def _quantize(x: Tensor, format_name: str) -> tuple[Tensor, Tensor]:
         raise ValueError("x has no dimensions; allowed: [..., D]")
     _check_groups("x.shape[-1]", x.shape[-1], quantization_format)
 
-    group_size = quantization_format.group_size
-    groups = _to_float32(x).unflatten(-1, (x.shape[-1] // group_size, group_size))
-    amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=quantization_format.amax_floor)
+    groups = x.shape[-1] // quantization_format.group_size
+    values = _to_float32(x).unflatten(-1, (groups, quantization_format.group_size))
+    amax = values.abs().amax(dim=-1, keepdim=True).clamp(min=quantization_format.amax_floor)
     if quantization_format.scale == "e8m0":
         scales = _power_of_two_ceiling(amax * (1 / quantization_format.element_max))
     else:
         scales = _round_to_e4m3(_divide_by_six(amax))
     if quantization_format.element == "e4m3":
-        # Exact: multiplying and dividing by a power of two round the same real number.
-        elements = _round_to_e4m3(groups * _power_of_two_reciprocal(scales))
-    else:
-        elements = _round_to_e2m1(groups, scales)
-    return elements, scales
+        # As good as a division: by a power of two, both round the same real number.
+        return _round_to_e4m3(values * _power_of_two_reciprocal(scales)), scales
+    return _round_to_e2m1(values, scales), scales
 
 
 def _to_float32(x: Tensor) -> Tensor:
-    """``x`` in fp32, rounded to its own dtype first also where a compiler fuses the op that made it.
-
-    Inductor computes bf16 in fp32 and drops a cast to bf16 that is followed by a cast to fp32; that would
-    quantize values that the model does not have. A view of the bits keeps the rounding.
-    """
-    if x.dtype == torch.bfloat16:
-        return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    """``x`` in fp32, with 16-bit rounding also where a compiler fuses the op that made ``x``."""
+    if x.dtype.itemsize == 2:
+        # Inductor drops a cast to 16 bits and back, and would quantize values that the model does not have.
+        x = x.view(torch.int16).view(x.dtype)
     return x.to(torch.float32)
 
 
 def _divide_by_six(value: Tensor) -> Tensor:
-    """value / 6, correctly rounded (infinity gives NaN).
-
-    The remainder value - 6 * quotient is exact in two steps (each difference is of close numbers), also where
-    a compiler contracts them into fused multiply-adds; it then corrects the last bit.
-    """
+    """value / 6, correctly rounded; infinity gives NaN."""
     quotient = value * (1 / 6)
+    # Both differences are exact, being of close numbers, also where a compiler fuses multiply and add.
     remainder = (value - 4 * quotient) - 2 * quotient
     return quotient + remainder * (1 / 6)
 
@@ -240,11 +209,11 @@ def _power_of_two_reciprocal(value: Tensor) -> Tensor:
 
 
 def _round_to_e4m3(value: Tensor) -> Tensor:
-    """The nearest E4M3 value, ties to even, clamped to ±448; NaN stays NaN.
+    """The nearest E4M3 value, ties to even code, clamped to ±448; NaN stays NaN.
 
     Equals a cast to float8_e4m3fn and back, without a dtype that Triton lacks before compute capability 8.9.
     """
-    value = value.clamp(-E4M3_MAX, E4M3_MAX)
+    value = value.clamp(-448.0, 448.0)
     # Three mantissa bits; below 2^-6 the values are subnormal, 2^-9 apart.
     exponent_bits = (value.view(torch.int32) & EXPONENT_MASK).clamp(min=(127 - 6) << MANTISSA_BITS)
     step = (exponent_bits - (3 << MANTISSA_BITS)).view(torch.float32)
@@ -260,22 +229,22 @@ def _round_to_e2m1(value: Tensor, scales: Tensor) -> Tensor:
     """
     magnitude = value.abs()
     element = torch.zeros_like(magnitude)
-    for tie, goes_up, distance in E2M1_STEPS:
-        boundary = tie * scales
-        passed = magnitude >= boundary if goes_up else magnitude > boundary
-        element = element + passed.to(torch.float32) * distance
+    for tie, distance in E2M1_TIES_DOWN:
+        element = element + (magnitude > tie * scales).to(torch.float32) * distance
+    for tie, distance in E2M1_TIES_UP:
+        element = element + (magnitude >= tie * scales).to(torch.float32) * distance
     return torch.copysign(element, value)
 
 
 def _e2m1_codes(elements: Tensor) -> Tensor:
-    """E2M1 values to int32 codes: bit 3 is the sign; 0, .5, 1, 1.5, 2, 3, 4, 6 are 0 to 7."""
+    """E2M1 values to int32 codes: 0, .5, 1, 1.5, 2, 3, 4, 6 are 0 to 7, bit 3 is the sign."""
     magnitude = elements.abs()
-    code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), magnitude / 2 + 4)
+    code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), 0.5 * magnitude + 4)
     return code.to(torch.int32) | (torch.signbit(elements).to(torch.int32) << 3)
 
 
 def _e2m1_values(codes: Tensor) -> Tensor:
     """The inverse of :func:`_e2m1_codes`."""
     code = (codes & 7).to(torch.float32)
-    magnitude = torch.maximum(torch.maximum(code / 2, code - 2), 2 * code - 8)
+    magnitude = torch.maximum(torch.maximum(0.5 * code, code - 2), 2 * code - 8)
     return magnitude * (1.0 - 2.0 * (codes >> 3).to(torch.float32))

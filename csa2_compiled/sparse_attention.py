@@ -27,6 +27,7 @@ def layout_for(q: Tensor, num_compressed: int, topk: int, window: int, requested
         window=window,
         needs_gradient=torch.is_grad_enabled() and q.requires_grad,
         flex_takes_dtype=q.dtype in _FLEX_DTYPES,
+        compiling=torch.compiler.is_compiling(),
     )
 
 

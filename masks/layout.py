@@ -2,7 +2,7 @@
 
 *dense*: keys are the window tokens, the compressed positions and one zero sink key; the mask decides.
 *slots*: each query token is a batch row, its heads are the query rows, its gathered slots the keys.
-*plain*: the same slots with two matrix products and a softmax, for gradients and float64.
+*plain*: the same slots with two matrix products and a softmax, for eager calls, gradients and float64.
 
 The cost model counts the (query, key) pairs a layout evaluates per query, since both do the same work per
 pair: 2 * 2 * num_heads * head_dim floating point operations. With selections that are spread out, block
@@ -57,6 +57,7 @@ def choose_layout(
     window: int,
     needs_gradient: bool = False,
     flex_takes_dtype: bool = True,
+    compiling: bool = True,
 ) -> LayoutChoice:
     """Pick the layout for one call; an explicit request is followed, never replaced.
 
@@ -64,6 +65,7 @@ def choose_layout(
     symbolic the choice may not depend on it, or one graph could not serve every length.
     needs_gradient: a backward pass will run through the attention core.
     flex_takes_dtype: FlexAttention computes in float32, bfloat16 and float16 only.
+    compiling: eager FlexAttention evaluates every pair of queries and keys, so eager calls run plain.
     """
     if requested is not AttentionLayout.AUTO:
         return LayoutChoice(requested, "requested")
@@ -71,6 +73,8 @@ def choose_layout(
         return LayoutChoice(AttentionLayout.PLAIN, "gradients: FlexAttention has no backward on CPU")
     if not flex_takes_dtype:
         return LayoutChoice(AttentionLayout.PLAIN, "FlexAttention does not take this dtype")
+    if not compiling:
+        return LayoutChoice(AttentionLayout.PLAIN, "eager: FlexAttention would evaluate every pair")
     if not has_static_value(num_tokens):
         return LayoutChoice(AttentionLayout.SLOTS, "dynamic length: one graph serves every length")
     dense, slots = pairs_per_query(num_compressed, num_selected, window)

@@ -12,12 +12,17 @@ Measured with torch 2.13.0 on CPU (relative Frobenius error of a whole tensor, w
 
 The bf16 file, arithmetic in fp64 and bf16 between the steps: window_kv, latent, compressed_kv and index_keys
 equal, selection overlap 0.995 at worst (the released code rounds index scores to bf16), output 3e-4 on the
-agreeing queries. Without bf16 between the steps: overlap 0.944, output 4e-2, so section 8's rule for that file
-is only met by code that rounds where the released code does.
+agreeing queries. Without bf16 between the steps: overlap 0.944, output 4e-2, so section 8's rule for that
+file is only met by code that rounds where the released code does.
+
+Decode steps against one fp32 prefill of the whole sequence: output 6.7e-7, selections equal. Some steps
+of released_schedule_mini do not follow the SPEC: see STALE_LAYERS.
 """
 
 import functools
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,10 +43,25 @@ GOLDEN = Path(__file__).parent / "golden"
 FP32_FILES = ["released_schedule_mini", "short_sequence", "topk_exceeds_context", "yarn_ratio4"]
 BF16_FILE = "released_schedule_mini_bf16"
 
+# In a decode step that completes no group, this file's sources of ratio 2 score against the index keys that
+# were published last, those of layer 5 (ratio 1) in the step before, and the layers that reuse the selection
+# follow. SPEC sections 1 and 4 say otherwise, so these steps are no reference for the SPEC.
+STALE_LAYERS = {"released_schedule_mini": {1: 1, 2: 1, 3: 3, 4: 3}}  # layer: source of its selection
+STALE_KEYS_LAYER = 5
+
 OUTPUT_TOLERANCE = 1e-4  # SPEC section 8
 LATENT_TOLERANCE = 1e-6  # measured 1.9e-7
 MOVED_ELEMENTS = 1e-3  # share that may sit in the next bin; measured 1e-4 in one fp64 layer, else none
-ALONE_TOLERANCE = 1e-12  # fp64, the same computation on other shapes; measured 4e-16
+ALONE_TOLERANCE = 1e-12  # fp64, the same computation on other shapes; measured 7e-16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors here are tiny: threads only wait for each other, and sums stay in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Golden:
@@ -131,23 +151,66 @@ def test_prefill_equals_golden(name: str, dtype: torch.dtype) -> None:
         assert relative_error(result.output[compared], output[compared]) <= OUTPUT_TOLERANCE, i
 
 
+@functools.cache
+def whole_sequence(name: str) -> tuple[list[Tensor], list[OracleResult]]:
+    """Inputs of prefill and decode as one sequence, and the fp32 oracle's prefill of it."""
+    golden = load(name)
+    inputs = [
+        torch.cat(
+            [
+                golden.inputs[i],
+                *(golden.tensors[f"decode.{n}.{i}.input"] for n in range(golden.decode_steps)),
+            ],
+            1,
+        )
+        for i in golden.layers
+    ]
+    return inputs, Oracle(golden.args, golden.weights, torch.float32).stack(inputs)
+
+
+def assert_query_equals_decode(golden: Golden, n: int, i: int, result: OracleResult) -> None:
+    s = golden.inputs[0].shape[1] + n
+    expected = golden.tensors[f"decode.{n}.{i}.output"]
+    assert relative_error(result.output[:, s : s + 1], expected) <= OUTPUT_TOLERANCE, (n, i)
+    if (picks := golden.tensors.get(f"decode.{n}.{i}.topk_indices")) is not None:
+        assert as_sets(result.topk_indices[:, s : s + 1]) == as_sets(picks), (n, i)
+
+
+def completes_no_group(golden: Golden, n: int, i: int) -> bool:
+    ratio = golden.args["compress_ratios"][i]
+    return ratio > 1 and (golden.inputs[0].shape[1] + n + 1) % ratio != 0
+
+
 @pytest.mark.parametrize("name", FP32_FILES)
 def test_last_query_equals_golden_decode(name: str) -> None:
     """A decode step gives what one prefill of the whole sequence gives at that query."""
     golden = load(name)
-    steps = range(golden.decode_steps)
-    inputs = [
-        torch.cat([golden.inputs[i], *(golden.tensors[f"decode.{n}.{i}.input"] for n in steps)], 1)
-        for i in golden.layers
-    ]
-    S = golden.inputs[0].shape[1]
-    for i, result in enumerate(Oracle(golden.args, golden.weights, torch.float32).stack(inputs)):
+    _, results = whole_sequence(name)
+    for i, result in enumerate(results):
+        for n in range(golden.decode_steps):
+            if i in STALE_LAYERS.get(name, {}) and completes_no_group(golden, n, i):
+                continue
+            assert_query_equals_decode(golden, n, i, result)
+
+
+@pytest.mark.parametrize("name", STALE_LAYERS)
+def test_excluded_decode_steps_come_from_stale_index_keys(name: str) -> None:
+    golden = load(name)
+    inputs, results = whole_sequence(name)
+    # Without key-value sources every layer reads the state that it is given.
+    oracle = Oracle({**golden.args, "kv_source_layers": []}, golden.weights, torch.float32)
+    for i, source in STALE_LAYERS[name].items():
+        ratio = golden.args["compress_ratios"][i]
+        published = results[source].state[ratio]
+        T = published.index_keys.shape[1]
+        state = {ratio: replace(published, index_keys=results[STALE_KEYS_LAYER].index_keys[:, :T])}
+        if source != i:
+            state = oracle.layer(source, inputs[source], state).state
+        stale = oracle.layer(i, inputs[i], state)
+        steps = [n for n in range(golden.decode_steps) if completes_no_group(golden, n, i)]
+        assert steps
         for n in steps:
-            query = slice(S + n, S + n + 1)
-            expected = golden.tensors[f"decode.{n}.{i}.output"]
-            assert relative_error(result.output[:, query], expected) <= OUTPUT_TOLERANCE, (n, i)
-            if (picks := golden.tensors.get(f"decode.{n}.{i}.topk_indices")) is not None:
-                assert as_sets(result.topk_indices[:, query]) == as_sets(picks), (n, i)
+            assert_query_equals_decode(golden, n, i, stale)
 
 
 def test_bf16_prefill_agrees_with_golden() -> None:
@@ -237,6 +300,19 @@ def test_right_padding_equals_the_shorter_run(lengths: tuple[int, int]) -> None:
         for i in golden.layers:
             assert_document_equals_alone(padded[i], alone[i], b, 0, golden.args["compress_ratios"][i])
     assert all((result.output[pads] == 0).all() for result in padded)
+
+
+def test_ties_go_to_the_lower_position_and_block() -> None:
+    golden = load("released_schedule_mini")
+    K, size, keep = (golden.args[n] for n in ("index_topk", "candidate_block_size", "candidate_topk_blocks"))
+    name = "layers.5.attn.indexer.weights_proj.weight"
+    weights = {**golden.weights, name: torch.zeros_like(golden.weights[name])}
+    result = Oracle(golden.args, weights).layer(5, golden.inputs[5][:1], {})
+    for s, picks in enumerate(as_sets(result.topk_indices)[0]):
+        assert picks == set(range(min(K, s + 1)))
+        newest = s // size
+        kept = {*range(min(keep - 1, newest)), newest}
+        assert result.candidates[0, s].tolist() == [t // size in kept for t in range(77)]
 
 
 @pytest.mark.parametrize(

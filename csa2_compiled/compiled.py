@@ -1,0 +1,126 @@
+"""compile_model: a model or layer behind torch.compile, with this project's passes installed."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from csa2_compiled.model import CSA2Block, CSA2ForCausalLM
+from csa2_compiled.ops import BODIES
+from csa2_compiled.passes import CompilerPass, InlineNamedOps, PassManager
+from csa2_compiled.passes.inductor import (
+    compile_with,
+    graph_cache_hits,
+    graph_pass,
+    graphs_compiled,
+    register_own_buffer_lowering,
+    require_known_torch,
+)
+from csa2_compiled.rope import apply_rope_real_body
+from csa2_compiled.state import CSA2Output, CSA2State
+from csa2_compiled.tokens import Tokens
+
+# The passes in the order they run; inlining takes what the others left.
+PASS_ORDER = ("inline",)
+_RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
+_DEVICE_BODIES = {(torch.ops.csa2.apply_rope.default, "cpu"): apply_rope_real_body}
+
+
+class CompiledModel(nn.Module):
+    """A module that runs compiled; made by `compile_model`.
+
+    module: the eager one, whose parameters it shares. manager: the passes and their reports.
+    """
+
+    def __init__(self, module: nn.Module, manager: PassManager, regional: bool, **kwargs: Any) -> None:
+        super().__init__()
+        self.module, self.manager, self.regional = module, manager, regional
+        self.compilations = 0  # graphs compiled by calls of this object
+        self.cache_hits = 0  # those of them that a cache served
+        self._kwargs = {"fullgraph": True, **kwargs}
+        self._regions: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._compiled = None if regional else self._compile(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own forward; inputs are checked before the graph runs."""
+        if isinstance(self.module, CSA2ForCausalLM):
+            self.module.check_inputs(*args, **{k: v for k, v in kwargs.items() if k != "run_block"})
+        graphs, hits = graphs_compiled(), graph_cache_hits()
+        try:
+            if self._compiled is None:
+                return self.module(*args, run_block=self.run_block, **kwargs)
+            return self._compiled(*args, **kwargs)
+        finally:
+            self.compilations += graphs_compiled() - graphs
+            self.cache_hits += graph_cache_hits() - hits
+
+    def run_block(self, block: CSA2Block, x: Tensor, state: CSA2State, tokens: Tokens) -> CSA2Output:
+        """Run one block through the compiled region that serves every block of its kind."""
+        kind = block.attn.kind
+        if kind not in self._regions:
+            self._regions[kind] = self._compile(_region(kind))
+        return self._regions[kind](block, x, state, tokens)
+
+    def explain(self) -> str:
+        """What each pass did to this model, and why it left the rest."""
+        return self.manager.explain()
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        passes = graph_pass(self.manager, self.manager.uuid)
+        return compile_with(function, passes, _RECOMPILE_LIMIT, **self._kwargs)
+
+
+def compile_model(
+    model: nn.Module, passes: str | Iterable[str] = "all", regional: bool = False, **kwargs: Any
+) -> CompiledModel:
+    """Compile a CSA2ForCausalLM, or one CSA2Attention, with this project's passes.
+
+    passes: "all", "none" (named ops stay single calls), one pass name or several. regional: compile each
+    kind of block once and reuse it for all blocks of that kind, instead of one graph for the whole model.
+    kwargs go to torch.compile (``fullgraph=True`` unless given). Compilation happens at the first call.
+    Raises ValueError for an unknown pass or a module that has no blocks to compile regionally, and
+    UnknownTorchVersionError on a torch whose internals are not known.
+    """
+    require_known_torch()
+    if regional and not isinstance(model, CSA2ForCausalLM):
+        raise ValueError(f"regional=True needs a CSA2ForCausalLM; model is a {type(model).__name__}")
+    register_own_buffer_lowering()
+    manager = PassManager([_make_pass(name) for name in resolve_passes(passes)], _source_files())
+    return CompiledModel(model, manager, regional, **kwargs)
+
+
+def resolve_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
+    """The names of the passes to run, in the order they run. Raises ValueError for an unknown name."""
+    if passes == "all":
+        return PASS_ORDER
+    if passes == "none":
+        return ()
+    names = (passes,) if isinstance(passes, str) else tuple(passes)
+    unknown = [name for name in names if name not in PASS_ORDER]
+    if unknown:
+        allowed = ", ".join(("all", "none", *PASS_ORDER))
+        raise ValueError(f"passes names {', '.join(map(repr, unknown))}; allowed are {allowed}")
+    return tuple(name for name in PASS_ORDER if name in names)
+
+
+def _make_pass(name: str) -> CompilerPass:
+    return {"inline": lambda: InlineNamedOps(BODIES, _DEVICE_BODIES)}[name]()
+
+
+def _source_files() -> list[Path]:
+    package = Path(__file__).parent
+    return [path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")]
+
+
+def _run_region(block: CSA2Block, x: Tensor, state: CSA2State, tokens: Tokens) -> CSA2Output:
+    return block(x, state, tokens)
+
+
+def _region(kind: tuple[Any, ...]) -> Callable[..., CSA2Output]:
+    # Dynamo keeps its cache, and what it has learnt about dynamic sizes, by code object: one a kind.
+    name = "block_" + "_".join(str(part) for part in kind)
+    code = _run_region.__code__.replace(co_name=name)
+    return FunctionType(code, globals(), name)
