@@ -120,6 +120,14 @@ class CSA2Attention(nn.Module):
         topk = self.cfg.index_topk if self.ratio else 0
         return layout_for(q, num_compressed, topk, self.cfg.sliding_window, self.layout)
 
+    def compiled_layout(self, num_tokens: int) -> LayoutChoice:
+        """The layout a compiled call over `num_tokens` tokens takes without gradients; runs nothing."""
+        cfg, topk = self.cfg, self.cfg.index_topk if self.ratio else 0
+        shape = (1, num_tokens, cfg.num_attention_heads, cfg.head_dim)
+        q = torch.empty(shape, dtype=self.wq_a.weight.dtype, device="meta")
+        compressed = num_tokens // self.ratio if self.ratio else 0
+        return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, compiling=True)
+
     def _publish(
         self, x: Tensor, q_latent: Tensor, rotations: Tensor, state: CSA2State, tokens: Tokens
     ) -> CSA2State:

@@ -6,8 +6,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.model import CSA2Block, CSA2ForCausalLM
 from csa2_compiled.ops import BODIES
 from csa2_compiled.passes import CompilerPass, InlineNamedOps, PassManager
@@ -20,8 +21,7 @@ from csa2_compiled.passes.inductor import (
     require_known_torch,
 )
 from csa2_compiled.rope import apply_rope_real_body
-from csa2_compiled.state import CSA2Output, CSA2State
-from csa2_compiled.tokens import Tokens
+from csa2_compiled.state import CSA2Output
 
 # The passes in the order they run; inlining takes what the others left.
 PASS_ORDER = ("inline",)
@@ -57,12 +57,12 @@ class CompiledModel(nn.Module):
             self.compilations += graphs_compiled() - graphs
             self.cache_hits += graph_cache_hits() - hits
 
-    def run_block(self, block: CSA2Block, x: Tensor, state: CSA2State, tokens: Tokens) -> CSA2Output:
-        """Run one block through the compiled region that serves every block of its kind."""
-        kind = block.attn.kind
+    def run_block(self, block: CSA2Block | CSA2Attention, *args: Any, **kwargs: Any) -> CSA2Output:
+        """Run one block, or one attention layer, through the compiled region that serves all of its kind."""
+        kind = (type(block).__name__, *block.kind)
         if kind not in self._regions:
             self._regions[kind] = self._compile(_region(kind))
-        return self._regions[kind](block, x, state, tokens)
+        return self._regions[kind](block, *args, **kwargs)
 
     def explain(self) -> str:
         """What each pass did to this model, and why it left the rest."""
@@ -112,15 +112,17 @@ def _make_pass(name: str) -> CompilerPass:
 
 def _source_files() -> list[Path]:
     package = Path(__file__).parent
-    return [path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")]
+    return [
+        path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")
+    ]
 
 
-def _run_region(block: CSA2Block, x: Tensor, state: CSA2State, tokens: Tokens) -> CSA2Output:
-    return block(x, state, tokens)
+def _run_region(block: nn.Module, *args: Any, **kwargs: Any) -> CSA2Output:
+    return block(*args, **kwargs)
 
 
 def _region(kind: tuple[Any, ...]) -> Callable[..., CSA2Output]:
     # Dynamo keeps its cache, and what it has learnt about dynamic sizes, by code object: one a kind.
-    name = "block_" + "_".join(str(part) for part in kind)
+    name = "_".join(str(part) for part in kind)
     code = _run_region.__code__.replace(co_name=name)
     return FunctionType(code, globals(), name)

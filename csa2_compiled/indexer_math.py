@@ -32,7 +32,9 @@ def head_products(q: Tensor, k: Tensor) -> Tensor:
     return products.view(batch, queries, heads, k.shape[1])
 
 
-def index_scores_body(q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop: Tensor) -> Tensor:
+def index_scores_body(
+    q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop: Tensor
+) -> Tensor:
     products = head_products(q, k).relu()
     scores = (products * weights.to(products.dtype).unsqueeze(-1)).sum(2)
     visible = positions_visible(k.shape[1], visible_start, visible_stop)
@@ -89,5 +91,5 @@ def candidate_blocks_body(
     kept_blocks, reachable = best_positions(best, torch.sym_min(topk_blocks, best.shape[-1]))
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(2, kept_blocks, reachable)
     if group_starts is None:
-        return kept.repeat_interleave(block_size, dim=-1)[..., :positions]
+        return kept[..., torch.arange(positions, device=scores.device) // block_size]
     return kept.gather(2, block_of.unsqueeze(1).expand(-1, queries, -1))

@@ -54,6 +54,11 @@ class CSA2Block(nn.Module):
         self.ffn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, device)
         self.ffn = SwiGLU(cfg, dtype, device)
 
+    @property
+    def kind(self) -> tuple[str, int, bool, bool, str]:
+        """See `CSA2Attention.kind`."""
+        return self.attn.kind
+
     def forward(self, x: Tensor, state: CSA2State, tokens: Tokens) -> CSA2Output:
         """x: [B, S, hidden_size] and what the layer before published; returns the same for the next."""
         attended = self.attn(self.attn_norm(x), state, tokens=tokens)

@@ -14,9 +14,9 @@ value / scale rounded to nearest, ties to even code. Outside of what the formats
 - nvfp4 has no scale above 448, so its magnitudes saturate at 6 * 448 = 2688.
 - In fp8 and mxfp4 the top of the input dtype's range can round up to a power of two beyond it: to infinity.
 
-No step is a division: eager CUDA divides by a Python number through its reciprocal and Triton's division of
-fp32 is not correctly rounded, so values near a tie would land in other bins. Every step is exact or one
-correctly rounded fp32 operation, hence the same bits on every backend.
+No quotient is left to ``/``: eager CUDA divides by a Python number through its reciprocal and Triton's fp32
+division is not correctly rounded, so values near a tie would land in other bins. The steps here are exact or
+correctly rounded, also where a compiler fuses multiply and add, hence the same bits on every backend.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MANTISSA_BITS, MANTISSA_MASK, EXPONENT_MASK = 23, 0x007FFFFF, 0x7F800000  # of fp32; its exponent bias is 127
-# Ties between neighbouring E2M1 magnitudes and the distance of the two, by where the even code is.
-E2M1_TIES_DOWN = ((0.25, 0.5), (1.25, 0.5), (2.5, 1.0), (5.0, 2.0))
-E2M1_TIES_UP = ((0.75, 0.5), (1.75, 0.5), (3.5, 1.0))
+HEAD_MASK = -1 << 12  # the upper 12 significant bits of an fp32
+# Stored mantissa bits, least exponent of a normal value, largest value.
+MINIFLOATS = {"e4m3": (3, -6, 448.0), "e2m1": (1, 0, 6.0)}
 
 
 @dataclass(frozen=True)
@@ -167,28 +167,31 @@ def _quantize(x: Tensor, format_name: str) -> tuple[Tensor, Tensor]:
     amax = values.abs().amax(dim=-1, keepdim=True).clamp(min=quantization_format.amax_floor)
     if quantization_format.scale == "e8m0":
         scales = _power_of_two_ceiling(amax * (1 / quantization_format.element_max))
-    else:
-        scales = _round_to_e4m3(_divide_by_six(amax))
-    if quantization_format.element == "e4m3":
         # As good as a division: by a power of two, both round the same real number.
-        return _round_to_e4m3(values * _power_of_two_reciprocal(scales)), scales
-    return _round_to_e2m1(values, scales), scales
+        quotients = values * _power_of_two_reciprocal(scales)
+    else:
+        scales = _round_to_minifloat(_divide(amax, quantization_format.element_max), "e4m3")
+        quotients = _divide(values, scales)
+    return _round_to_minifloat(quotients, quantization_format.element), scales
 
 
 def _to_float32(x: Tensor) -> Tensor:
     """``x`` in fp32, with 16-bit rounding also where a compiler fuses the op that made ``x``."""
     if x.dtype.itemsize == 2:
-        # Inductor drops a cast to 16 bits and back, and would quantize values that the model does not have.
-        x = x.view(torch.int16).view(x.dtype)
+        # Inductor drops a cast to 16 bits and back (a bare view and back too), and would quantize values that
+        # the model does not have. It keeps integer casts.
+        x = x.view(torch.int16).to(torch.int32).to(torch.int16).view(x.dtype)
     return x.to(torch.float32)
 
 
-def _divide_by_six(value: Tensor) -> Tensor:
-    """value / 6, correctly rounded; infinity gives NaN."""
-    quotient = value * (1 / 6)
-    # Both differences are exact, being of close numbers, also where a compiler fuses multiply and add.
-    remainder = (value - 4 * quotient) - 2 * quotient
-    return quotient + remainder * (1 / 6)
+def _divide(value: Tensor, divisor: Tensor | float) -> Tensor:
+    """value / divisor, correctly rounded; infinity gives NaN. divisor > 0 has at most 12 significant bits."""
+    inverse = 1 / divisor
+    # Only bits of this product are used, since a compiler may fuse it, unrounded, into a following sum.
+    head = ((value * inverse).view(torch.int32) & HEAD_MASK).view(torch.float32)
+    # The remainder is exact: a product of at most 24 bits, the difference of close numbers.
+    quotient = head + (value - head * divisor) * inverse
+    return torch.copysign(quotient, value)  # the sum loses the sign of -0.0
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
@@ -208,43 +211,30 @@ def _power_of_two_reciprocal(value: Tensor) -> Tensor:
     return ((254 << MANTISSA_BITS) - value.view(torch.int32)).view(torch.float32)
 
 
-def _round_to_e4m3(value: Tensor) -> Tensor:
-    """The nearest E4M3 value, ties to even code, clamped to ±448; NaN stays NaN.
+def _round_to_minifloat(value: Tensor, minifloat: Literal["e4m3", "e2m1"]) -> Tensor:
+    """The nearest E4M3 or E2M1 value, ties to even code, clamped to the largest; NaN stays NaN.
 
-    Equals a cast to float8_e4m3fn and back, without a dtype that Triton lacks before compute capability 8.9.
+    For E4M3 this equals a cast to float8_e4m3fn, which Triton lacks before compute capability 8.9.
     """
-    value = value.clamp(-448.0, 448.0)
-    # Three mantissa bits; below 2^-6 the values are subnormal, 2^-9 apart.
-    exponent_bits = (value.view(torch.int32) & EXPONENT_MASK).clamp(min=(127 - 6) << MANTISSA_BITS)
-    step = (exponent_bits - (3 << MANTISSA_BITS)).view(torch.float32)
+    mantissa_bits, least_exponent, largest = MINIFLOATS[minifloat]
+    value = value.clamp(-largest, largest)
+    # A binade's values are 2^(exponent - mantissa_bits) apart, subnormal ones as those of the least exponent.
+    exponent_bits = (value.view(torch.int32) & EXPONENT_MASK).clamp(
+        min=(127 + least_exponent) << MANTISSA_BITS
+    )
+    step = (exponent_bits - (mantissa_bits << MANTISSA_BITS)).view(torch.float32)
     return torch.round(value * _power_of_two_reciprocal(step)) * step
-
-
-def _round_to_e2m1(value: Tensor, scales: Tensor) -> Tensor:
-    """value / scales as the nearest E2M1 value, ties to even code, clamped to ±6, sign kept.
-
-    Comparing |value| with tie * scale equals comparing fp32(|value| / scale) with tie: the product is exact
-    (3 and 4 significant bits), and the quotients of its fp32 neighbours do not round onto the tie. The latter
-    is tested for every scale; as rounding is monotone, the neighbours stand for all values.
-    """
-    magnitude = value.abs()
-    element = torch.zeros_like(magnitude)
-    for tie, distance in E2M1_TIES_DOWN:
-        element = element + (magnitude > tie * scales).to(torch.float32) * distance
-    for tie, distance in E2M1_TIES_UP:
-        element = element + (magnitude >= tie * scales).to(torch.float32) * distance
-    return torch.copysign(element, value)
 
 
 def _e2m1_codes(elements: Tensor) -> Tensor:
     """E2M1 values to int32 codes: 0, .5, 1, 1.5, 2, 3, 4, 6 are 0 to 7, bit 3 is the sign."""
     magnitude = elements.abs()
     code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), 0.5 * magnitude + 4)
-    return code.to(torch.int32) | (torch.signbit(elements).to(torch.int32) << 3)
+    return code.to(torch.int32) | ((elements.view(torch.int32) >> 28) & 8)
 
 
 def _e2m1_values(codes: Tensor) -> Tensor:
     """The inverse of :func:`_e2m1_codes`."""
     code = (codes & 7).to(torch.float32)
     magnitude = torch.maximum(torch.maximum(0.5 * code, code - 2), 2 * code - 8)
-    return magnitude * (1.0 - 2.0 * (codes >> 3).to(torch.float32))
+    return (magnitude.view(torch.int32) | ((codes & 8) << 28)).view(torch.float32)

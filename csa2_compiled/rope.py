@@ -100,7 +100,8 @@ def apply_rope_body(x: Tensor, rotations: Tensor, inverse: bool) -> Tensor:
     kept, rotated = x[..., :-rotary_dim], x[..., -rotary_dim:]
     pairs = torch.view_as_complex(_at_least_float32(rotated).unflatten(-1, (-1, 2)).contiguous())
     turn = torch.view_as_complex(_over_heads(rotations, x).contiguous())
-    product = pairs * (turn.conj() if inverse else turn)
+    # Not the lazy conj(): PyTorch ignores its mark in a custom op during the first call of a compiled graph.
+    product = pairs * (torch.conj_physical(turn) if inverse else turn)
     return torch.cat([kept, torch.view_as_real(product).flatten(-2).to(x.dtype)], dim=-1)
 
 

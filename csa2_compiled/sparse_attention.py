@@ -6,7 +6,7 @@ Written with FlexAttention in two exact layouts, and once as plain matrix produc
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks, flex_attention, or_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
 
 from csa2_compiled import masks, ops
 from csa2_compiled.kernel_options import forward_tiles, shared_memory_per_block
@@ -17,8 +17,18 @@ SLOT_KEY_BLOCK = 64  # a narrower block wastes less of the last one
 _FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def layout_for(q: Tensor, num_compressed: int, topk: int, window: int, requested: AttentionLayout) -> LayoutChoice:
-    """The layout that serves a call with q [B, S, H, D]; see `csa2_compiled.masks.choose_layout`."""
+def layout_for(
+    q: Tensor,
+    num_compressed: int,
+    topk: int,
+    window: int,
+    requested: AttentionLayout,
+    compiling: bool | None = None,
+) -> LayoutChoice:
+    """The layout that serves a call with q [B, S, H, D]; see `csa2_compiled.masks.choose_layout`.
+
+    compiling: None asks whether a compiler is looking now.
+    """
     return masks.choose_layout(
         requested,
         num_tokens=q.shape[1],
@@ -27,7 +37,7 @@ def layout_for(q: Tensor, num_compressed: int, topk: int, window: int, requested
         window=window,
         needs_gradient=torch.is_grad_enabled() and q.requires_grad,
         flex_takes_dtype=q.dtype in _FLEX_DTYPES,
-        compiling=torch.compiler.is_compiling(),
+        compiling=torch.compiler.is_compiling() if compiling is None else compiling,
     )
 
 
@@ -47,18 +57,74 @@ def sparse_attention(
     topk_indices: int32 [B, S, K], -1 where absent, or None for a window layer; sink: float32 [H];
     starts: see `Tokens`. Logits are q . k / sqrt(D). Returns [B, S, H, D] in q's dtype.
     """
-    recent = masks.window_indices(q.shape[1], window, q.device, starts).expand(q.shape[0], -1, -1)
     if compressed_kv is None or topk_indices is None:
-        keys, visible = window_kv, recent
+        keys, topk_indices = window_kv, None
     else:
         keys = torch.cat([window_kv, compressed_kv], dim=1)
-        selected = torch.where(topk_indices >= 0, topk_indices + window_kv.shape[1], -1)
-        visible = torch.cat([recent, selected], dim=-1)
+    recent = masks.window_indices(q.shape[1], window, q.device, starts).expand(q.shape[0], -1, -1)
+    visible = visible_keys(recent, topk_indices)
     if layout is AttentionLayout.DENSE:
         return _attend_dense(q, keys, visible, topk_indices, sink, window, starts)
     if layout is AttentionLayout.SLOTS:
         return _attend_slots(q, keys, visible, sink)
     return _attend_plain(q, keys, visible, sink)
+
+
+def visible_keys(recent: Tensor, topk_indices: Tensor | None) -> Tensor:
+    """Keys that every query sees, as indices into the tokens followed by the compressed positions.
+
+    recent: int32 [B, S, W] from `masks.window_indices`; topk_indices: int32 [B, S, K] or None; both -1 where
+    a slot is empty, and so is the result, int32 [B, S, W + K].
+    """
+    if topk_indices is None:
+        return recent
+    selected = torch.where(topk_indices >= 0, topk_indices + recent.shape[1], -1)
+    return torch.cat([recent, selected], dim=-1)
+
+
+def dense_block_mask(
+    visible: Tensor, topk_indices: Tensor | None, num_compressed: int, window: int, starts: Tensor | None
+) -> BlockMask:
+    """The dense layout's BlockMask, mask mod included: keys are tokens, compressed positions and the sink.
+
+    visible: int32 [B, S, slots], the keys that every query sees besides the sink, -1 where a slot is empty;
+    the others as in `sparse_attention`. Nothing of queries x keys elements is made.
+    """
+    tokens = visible.shape[1]
+    sink_key = tokens + num_compressed
+    mask = masks.generate_window_mask(window, tokens)
+    if starts is not None:
+        mask = and_masks(mask, masks.generate_document_mask(masks.own_buffer(starts), tokens))
+    if topk_indices is not None and num_compressed > 0:
+        bits = masks.own_buffer(masks.pack_selection(topk_indices, num_compressed))
+        mask = or_masks(mask, masks.generate_selection_mask(bits, tokens, num_compressed))
+    mask = or_masks(mask, masks.generate_sink_mask(sink_key))
+    seen = torch.cat([visible, torch.full_like(visible[..., :1], sink_key)], dim=-1)
+    return masks.block_mask_from_counts(
+        masks.block_pair_counts(seen, sink_key + 1, KEY_BLOCK, KEY_BLOCK),
+        mask,
+        num_queries=tokens,
+        num_keys=sink_key + 1,
+        query_block=KEY_BLOCK,
+        key_block=KEY_BLOCK,
+    )
+
+
+def slot_block_mask(slots: Tensor, heads: int) -> BlockMask:
+    """The slots layout's BlockMask, mask mod included: B * S rows, the heads as queries, the slots as keys.
+
+    slots: int32 [B, S, slots], -1 where a slot is empty; slot 0 is the sink, which is always visible.
+    """
+    rows, num_slots = slots.shape[0] * slots.shape[1], slots.shape[2]
+    filled = masks.own_buffer((slots >= 0).index_fill(-1, _first(slots), True).view(rows, num_slots))
+    return masks.block_mask_from_counts(
+        slot_block_counts(filled, SLOT_KEY_BLOCK),
+        masks.generate_slot_mask(filled),
+        num_queries=heads,
+        num_keys=num_slots,
+        query_block=KEY_BLOCK,
+        key_block=SLOT_KEY_BLOCK,
+    )
 
 
 def _attend_dense(
@@ -71,23 +137,7 @@ def _attend_dense(
     starts: Tensor | None,
 ) -> Tensor:
     batch, tokens, _, dim = q.shape
-    compressed, sink_key = keys.shape[1] - tokens, keys.shape[1]
-    mask = masks.generate_window_mask(window, tokens)
-    if starts is not None:
-        mask = and_masks(mask, masks.generate_document_mask(masks.own_buffer(starts), tokens))
-    if topk_indices is not None and compressed > 0:
-        bits = masks.own_buffer(masks.pack_selection(topk_indices, compressed))
-        mask = or_masks(mask, masks.generate_selection_mask(bits, tokens, compressed))
-    mask = or_masks(mask, masks.generate_sink_mask(sink_key))
-    seen = torch.cat([visible, torch.full_like(visible[..., :1], sink_key)], dim=-1)
-    block_mask = masks.block_mask_from_counts(
-        masks.block_pair_counts(seen, sink_key + 1, KEY_BLOCK, KEY_BLOCK),
-        mask,
-        num_queries=tokens,
-        num_keys=sink_key + 1,
-        query_block=KEY_BLOCK,
-        key_block=KEY_BLOCK,
-    )
+    sink_key = keys.shape[1]
     # The sink's key is zeros: as a value it must add nothing.
     all_keys = masks.own_buffer(torch.cat([keys, keys.new_zeros(batch, 1, dim)], dim=1).unsqueeze(1))
     attended = flex_attention(
@@ -95,7 +145,7 @@ def _attend_dense(
         all_keys,
         all_keys,
         score_mod=masks.generate_sink_score(masks.own_buffer(sink), sink_key),
-        block_mask=block_mask,
+        block_mask=dense_block_mask(visible, topk_indices, sink_key - tokens, window, starts),
         scale=dim**-0.5,
         enable_gqa=True,
         kernel_options=_tiles(q, query_rows=KEY_BLOCK),
@@ -105,24 +155,15 @@ def _attend_dense(
 
 def _attend_slots(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     batch, tokens, heads, dim = q.shape
-    slots = _with_sink_slot(visible)
+    slots = with_sink_slot(visible)
     rows, num_slots = batch * tokens, slots.shape[-1]
     gathered = masks.own_buffer(ops.gather_kv(keys, slots).view(rows, 1, num_slots, dim))
-    filled = masks.own_buffer((slots >= 0).index_fill(-1, _first(slots), True).view(rows, num_slots))
-    block_mask = masks.block_mask_from_counts(
-        slot_block_counts(filled, SLOT_KEY_BLOCK),
-        masks.generate_slot_mask(filled),
-        num_queries=heads,
-        num_keys=num_slots,
-        query_block=KEY_BLOCK,
-        key_block=SLOT_KEY_BLOCK,
-    )
     attended = flex_attention(
         masks.own_buffer(q.reshape(rows, 1, heads, dim)),
         gathered,
         gathered,
         score_mod=masks.generate_sink_score(masks.own_buffer(sink), 0, heads_are_rows=True),
-        block_mask=block_mask,
+        block_mask=slot_block_mask(slots, heads),
         scale=dim**-0.5,
         kernel_options=_tiles(q, query_rows=heads),
     )
@@ -139,8 +180,8 @@ def _attend_plain(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Ten
     return torch.matmul(probabilities, gathered).to(q.dtype)
 
 
-def _with_sink_slot(visible: Tensor) -> Tensor:
-    # Slot 0 is the sink: an empty slot, so that its key is zeros.
+def with_sink_slot(visible: Tensor) -> Tensor:
+    """Put the sink before the visible keys: as an empty slot (-1), so that its key is gathered as zeros."""
     return torch.cat([torch.full_like(visible[..., :1], -1), visible], dim=-1)
 
 

@@ -94,7 +94,7 @@ def check_token_arguments(
             )
         if value.is_floating_point() or value.is_complex():
             raise CSA2InputError(f"{name} has dtype {value.dtype}; it must be an integer or bool dtype")
-    if attention_mask is not None:
+    if attention_mask is not None and document_ids is None:
         _check_attention_mask(attention_mask)
     if document_ids is not None:
         _check_document_ids(document_ids, alignment)

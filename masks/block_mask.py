@@ -14,15 +14,16 @@ def block_pair_counts(indices: Tensor, num_keys: int, query_block: int, key_bloc
     indices: int [N, S, slots], the keys each query sees, -1 where a slot is empty, no key twice.
     Returns int32 [N, ceil(S / query_block), ceil(num_keys / key_block)].
     """
-    rows, queries, _ = indices.shape
+    rows, queries, slots = indices.shape
     query_blocks, key_blocks = -(-queries // query_block), -(-num_keys // key_block)
-    # Empty slots are counted in a block column of their own, which is cut off again.
-    column = torch.where(indices >= 0, indices // key_block, key_blocks).long()
-    row = torch.arange(queries, device=indices.device)[None, :, None] // query_block
-    block = (row * (key_blocks + 1) + column).flatten(1)
-    counts = torch.zeros(rows, query_blocks * (key_blocks + 1), dtype=torch.int32, device=indices.device)
-    counts = counts.scatter_add(1, block, torch.ones_like(block, dtype=torch.int32))
-    return counts.view(rows, query_blocks, key_blocks + 1)[..., :key_blocks]
+    # Empty slots, and those of the queries that fill the last block, are counted in a block column of their
+    # own, which is cut off again. Padding keeps a division of the query index out of the scatter: Inductor's
+    # CPU backend loses the tail of such a loop (seen with torch 2.13).
+    padded = F.pad(indices, (0, 0, 0, query_blocks * query_block - queries), value=-1)
+    column = torch.where(padded >= 0, padded // key_block, key_blocks).long()
+    column = column.view(rows, query_blocks, query_block * slots)
+    counts = torch.zeros(rows, query_blocks, key_blocks + 1, dtype=torch.int32, device=indices.device)
+    return counts.scatter_add(2, column, torch.ones_like(column, dtype=torch.int32))[..., :key_blocks]
 
 
 def slot_block_counts(filled: Tensor, key_block: int) -> Tensor:

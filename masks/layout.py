@@ -61,7 +61,7 @@ def choose_layout(
 ) -> LayoutChoice:
     """Pick the layout for one call; an explicit request is followed, never replaced.
 
-    num_tokens, num_compressed, num_selected: S, T and min(K, T) of the call. When the number of tokens is
+    num_tokens, num_compressed, num_selected: S, T and min(K, T) of the call. When one of them is
     symbolic the choice may not depend on it, or one graph could not serve every length.
     needs_gradient: a backward pass will run through the attention core.
     flex_takes_dtype: FlexAttention computes in float32, bfloat16 and float16 only.
@@ -75,7 +75,7 @@ def choose_layout(
         return LayoutChoice(AttentionLayout.PLAIN, "FlexAttention does not take this dtype")
     if not compiling:
         return LayoutChoice(AttentionLayout.PLAIN, "eager: FlexAttention would evaluate every pair")
-    if not has_static_value(num_tokens):
+    if not all(has_static_value(size) for size in (num_tokens, num_compressed, num_selected)):
         return LayoutChoice(AttentionLayout.SLOTS, "dynamic length: one graph serves every length")
     dense, slots = pairs_per_query(num_compressed, num_selected, window)
     if dense <= slots:

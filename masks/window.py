@@ -18,7 +18,9 @@ def generate_window_mask(window: int, num_tokens: int) -> _mask_mod_signature:
     return window_mask
 
 
-def window_indices(num_tokens: int, window: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
+def window_indices(
+    num_tokens: int, window: int, device: torch.device, starts: Tensor | None = None
+) -> Tensor:
     """Token indices in every query's window, newest first, so that the filled slots come first.
 
     starts: int [B, S], the index of the first token each query may see (its document's start; S for a

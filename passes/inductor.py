@@ -5,6 +5,7 @@ compiled, not when the package is imported, because eager use needs nothing of t
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def fake_mode_of(value: Tensor) -> Any:
 
 def register_own_buffer_lowering() -> None:
     """Lower `csa2::own_buffer` to a realized buffer, so that its producer still fuses into the write."""
+    from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import clone, lowerings, register_lowering
 
     target = torch.ops.csa2.own_buffer.default
@@ -64,9 +66,8 @@ def register_own_buffer_lowering() -> None:
 
     @register_lowering(target, type_promotion_kind=None)
     def own_buffer(x: Any) -> Any:
-        copy = clone(x)
-        copy.realize()
-        return copy
+        # A layout that stays flexible may still become its producer's, after the template has read it.
+        return ExternKernel.require_contiguous(clone(x))
 
 
 def compile_with(
@@ -83,6 +84,8 @@ def compile_with(
 
         options = {**list_mode_options(mode, kwargs.get("dynamic")), **options}
     options["post_grad_custom_pre_pass"] = manager_pass
+    # Round to bfloat16 wherever the eager code does: quantization comes next, and would land elsewhere.
+    options.setdefault("emulate_precision_casts", True)
     compiled = torch.compile(function, options=options, **kwargs)
 
     def call(*args: Any, **call_kwargs: Any) -> Any:
@@ -105,3 +108,20 @@ def graph_cache_hits() -> int:
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def without_autograd_cache() -> AbstractContextManager[None]:
+    """Within it, AOTAutograd takes no graph from its cache and stores none (Inductor's is an option)."""
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(enable_autograd_cache=False)
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would call, or None when it finds none that runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return get_cpp_compiler()
+    except RuntimeError:  # InvalidCxxCompiler
+        return None

@@ -58,10 +58,10 @@ class PassManager:
         self.reports.append(tuple(compiler_pass.run(graph) for compiler_pass in self.passes))
         graph.lint()
 
-    def totals(self) -> tuple[PassReport, ...]:
-        """The reports of all graphs added up, one a pass."""
+    def totals(self, first_graph: int = 0) -> tuple[PassReport, ...]:
+        """The reports of all graphs, or of those from number `first_graph` on, added up, one a pass."""
         totals = {name: PassReport(name) for name in self.names}
-        for report in (report for graph in self.reports for report in graph):
+        for report in (report for graph in self.reports[first_graph:] for report in graph):
             totals[report.name].fired.update(report.fired)
             totals[report.name].declined.update(report.declined)
         return tuple(totals.values())
@@ -75,6 +75,7 @@ class PassManager:
             rewritten = ", ".join(f"{count} x {op}" for op, count in sorted(report.fired.items()))
             lines.append(f"{report.name}: rewrote {rewritten or 'nothing'}")
             lines += [
-                f"  declined {count} x {op}: {reason}" for (op, reason), count in sorted(report.declined.items())
+                f"  declined {count} x {op}: {reason}"
+                for (op, reason), count in sorted(report.declined.items())
             ]
         return "\n".join(lines)

@@ -1,6 +1,7 @@
 """The golden files: outputs of the released code, with the weights and inputs that gave them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from csa2_compiled import CSA2Attention, CSA2Config, load_attention
+from csa2_compiled import (
+    AttentionLayout,
+    CSA2Config,
+    CSA2ForCausalLM,
+    CSA2Output,
+    CSA2State,
+    load_attention,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = tuple(sorted(path.stem for path in GOLDEN.glob("*.safetensors")))
@@ -34,13 +42,66 @@ class Golden:
     def inputs(self) -> list[Tensor]:
         return [self.tensors[f"prefill.{i}.input"] for i in range(self.cfg.num_hidden_layers)]
 
-    def layers(self, device: str = "cpu") -> list[CSA2Attention]:
-        layers = []
-        for i in range(self.cfg.num_hidden_layers):
-            layer = CSA2Attention(self.cfg, i, dtype=self.dtype, device=device)
-            load_attention(layer, self.path)
-            layers.append(layer.eval())
-        return layers
+    def model(self, layout: AttentionLayout, device: str = "cpu") -> CSA2ForCausalLM:
+        """A host model around the golden attention weights; only its attention layers are meant to run."""
+        model = CSA2ForCausalLM(self.cfg, dtype=self.dtype, device=device).eval()
+        load_attention(model, self.path)
+        for block in model.layers:
+            block.attn.layout = layout
+        return model
+
+
+@dataclass
+class Prefill:
+    """What one layer gave for its golden input."""
+
+    window_kv: Tensor
+    output: CSA2Output
+
+
+def run_prefill(golden: Golden, model: CSA2ForCausalLM, run: Callable[..., CSA2Output]) -> list[Prefill]:
+    """Run every layer on its own golden input, the state going from layer to layer.
+
+    run(layer, x, state) calls the layer, or a compiled region of it.
+    """
+    state, results = CSA2State(), []
+    with torch.no_grad():
+        for block, x in zip(model.layers, golden.inputs(), strict=True):
+            x = x.to(block.attn.attn_sink.device)
+            output = run(block.attn, x, state)
+            rotations = block.attn.rotary(torch.arange(x.shape[1], device=x.device).unsqueeze(0))
+            results.append(Prefill(block.attn.window_kv(x, rotations), output))
+            state = output.state
+    return results
+
+
+def check_prefill(golden: Golden, results: list[Prefill], key_error: float) -> None:
+    """Compare every golden prefill tensor.
+
+    key_error: allowed relative error of window keys, compressed keys and index keys (0: bit for bit).
+    float32 files: selections and candidates equal, outputs within 1e-4. bfloat16 file: the released code
+    rounds its scores to bfloat16, so selections overlap by at least 0.99 and outputs are compared, within
+    2e-2, on the queries whose selection agrees.
+    """
+    for i, result in enumerate(results):
+        expected = {k.split(".", 2)[2]: v for k, v in golden.tensors.items() if k.startswith(f"prefill.{i}.")}
+        state, where = result.output.state, f"{golden.name} layer {i}"
+        assert relative_error(result.window_kv, expected["window_kv"]) <= key_error, where
+        for name in ("compressed_kv", "index_keys"):
+            if name in expected:
+                assert relative_error(getattr(state, name), expected[name]) <= key_error, f"{where} {name}"
+        agree = torch.ones(expected["output"].shape[:2], dtype=torch.bool)
+        if "topk_indices" in expected:
+            assert state.topk_indices.dtype == torch.int32
+            assert state.topk_indices.shape == expected["topk_indices"].shape, where
+            overlap = selection_overlap(state.topk_indices, expected["topk_indices"])
+            agree = overlap == 1
+            assert overlap.mean() >= 0.99 if golden.is_bfloat16 else agree.all(), f"{where} {overlap.mean()}"
+        if "candidates" in expected:
+            differ = (state.candidates.cpu() != expected["candidates"]).float().mean()
+            assert differ <= (0.01 if golden.is_bfloat16 else 0), f"{where} {differ}"
+        error = relative_error(result.output.hidden_states.cpu()[agree], expected["output"][agree])
+        assert error <= (2e-2 if golden.is_bfloat16 else 1e-4), f"{where} output {error}"
 
 
 def load_golden(name: str) -> Golden:

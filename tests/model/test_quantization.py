@@ -183,10 +183,13 @@ def test_nvfp4_is_not_idempotent_where_its_scale_is_two_steps(amax):
     assert quantize_dequantize_body(once, "nvfp4")[3] == 6 * 2.0**-9
 
 
-def test_division_by_six_is_correctly_rounded():
-    # One binade stands for all: the operations scale with powers of two.
-    amax = (torch.arange(2**23, dtype=torch.int32) + (127 << 23)).view(torch.float32)
-    assert torch.equal(quantization._divide_by_six(amax), (amax.double() / 6).float())
+@pytest.mark.parametrize("divisor", [6.0, 1.0, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875])
+def test_division_is_correctly_rounded(divisor):
+    # One binade of values and one of E4M3 scales stand for all: every operation scales with powers of two.
+    value = (torch.arange(2**23, dtype=torch.int32) + (127 << 23)).view(torch.float32)
+    expected = (value.double() / divisor).float()
+    assert torch.equal(quantization._divide(value, divisor), expected)
+    assert torch.equal(quantization._divide(value, torch.tensor(divisor)), expected)
 
 
 def test_e4m3_rounding_is_the_cast():
@@ -195,19 +198,7 @@ def test_e4m3_rounding_is_the_cast():
     ties = neighbours((codes[1:] + codes[:-1]) / 2)
     values = torch.cat([bfloat16, ties, -ties])
     expected = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert_same_bits(quantization._round_to_e4m3(values), expected)
-
-
-def test_e2m1_quotients_of_neighbours_stay_off_the_tie():
-    # The proof that _round_to_e2m1 may compare with tie * scale instead of dividing; E8M0 scales behave as 1.
-    scales = torch.tensor(E4M3[1:])[:, None]
-    ties = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)])
-    boundaries = scales * ties
-    assert torch.equal(boundaries.double(), scales.double() * ties.double())
-    above = torch.nextafter(boundaries, torch.tensor(torch.inf))
-    below = torch.nextafter(boundaries, torch.tensor(0.0))
-    assert (above / scales > ties).all()
-    assert (below / scales < ties).all()
+    assert_same_bits(quantization._round_to_minifloat(values, "e4m3"), expected)
 
 
 @all_formats
@@ -349,7 +340,7 @@ def check_compiled(format_name: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.slow
 @all_formats
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_compiled_has_eager_bits(format_name, dtype):
     check_compiled(format_name, dtype, "cpu")
 
@@ -357,6 +348,6 @@ def test_compiled_has_eager_bits(format_name, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @all_formats
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_cuda_has_cpu_bits(format_name, dtype):
     check_compiled(format_name, dtype, "cuda")
