@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from timing import REPOSITORY, medians, peak_gib, provenance
+from torch import Tensor
 
 from csa2_compiled import CSA2Attention, CSA2Config, CSA2State, compile_model
 from csa2_compiled.compiled import resolve_passes
@@ -148,9 +149,7 @@ def projections(layer: CSA2Attention, x: Tensor):
 
 def compare(expected, got) -> tuple[float, float]:
     """Relative error on the queries whose selection agrees, and the share of those queries."""
-    agree = torch.ones(
-        expected.hidden_states.shape[:2], dtype=torch.bool, device=expected.hidden_states.device
-    )
+    agree = torch.ones(expected.hidden_states.shape[:2], dtype=torch.bool, device=expected.hidden_states.device)
     if expected.state.topk_indices is not None:
         agree = (expected.state.topk_indices == got.state.topk_indices).all(-1)
     left, right = got.hidden_states[agree].double(), expected.hidden_states[agree].double()

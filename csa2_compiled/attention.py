@@ -128,9 +128,7 @@ class CSA2Attention(nn.Module):
         compressed = num_tokens // self.ratio if self.ratio else 0
         return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, compiling=True)
 
-    def _publish(
-        self, x: Tensor, q_latent: Tensor, rotations: Tensor, state: CSA2State, tokens: Tokens
-    ) -> CSA2State:
+    def _publish(self, x: Tensor, q_latent: Tensor, rotations: Tensor, state: CSA2State, tokens: Tokens) -> CSA2State:
         before = state.of_ratio(self.ratio)
         if self.role is LayerRole.FULL:
             latent = self.compressor(x)

@@ -223,16 +223,13 @@ def _check_tensor(checkpoint: _Checkpoint, parameter: Tensor, name: str, entries
     if dtype != "F8_E4M3" or len(shape) != 2 or not name.endswith(".weight"):
         plain = ", ".join(_PLAIN_DTYPES)
         raise CheckpointError(
-            f"{entry} has dtype {dtype}, shape {list(shape)}: allowed is {plain}, or F8_E4M3 for a matrix "
-            f"with a scale"
+            f"{entry} has dtype {dtype}, shape {list(shape)}: allowed is {plain}, or F8_E4M3 for a matrix with a scale"
         )
     scale = entries.get(_scale_name(name))
     blocks = tuple(-(-size // SCALE_BLOCK) for size in shape)
     allowed = f"{' or '.join(_SCALE_DTYPES)} of shape {list(blocks)}, one per 32x32 block"
     if scale is None:
-        raise CheckpointError(
-            f"{entry} is E4M3 and {_scale_name(entry.key)} is missing: allowed is {allowed}"
-        )
+        raise CheckpointError(f"{entry} is E4M3 and {_scale_name(entry.key)} is missing: allowed is {allowed}")
     scale_dtype, scale_shape = checkpoint.header(scale)
     if scale_dtype not in _SCALE_DTYPES or scale_shape != blocks:
         came = f"{scale_dtype} of shape {list(scale_shape)}"

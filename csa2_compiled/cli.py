@@ -64,9 +64,7 @@ PassesOption = Annotated[
 
 @app.command()
 def run(
-    text: Annotated[
-        Path, typer.Option(help="File whose first bytes are the tokens (UTF-8 text).", metavar="FILE")
-    ],
+    text: Annotated[Path, typer.Option(help="File whose first bytes are the tokens (UTF-8 text).", metavar="FILE")],
     config: ConfigOption = None,
     weights: Annotated[
         Path | None,
@@ -285,15 +283,11 @@ def _layer_cells(layer: LayerReport) -> tuple[str, ...]:
 
 def _cache_note(report: RunReport) -> str:
     if not report.caches:
-        return (
-            "Graph caches were off, so that the passes ran; kernels built by earlier runs are still reused."
-        )
+        return "Graph caches were off, so that the passes ran; kernels built by earlier runs are still reused."
     cached = [str(layer.index) for layer in report.layers if layer.from_cache]
     if not cached:
         return "Graph caches were on and had none of the graphs, so that the passes ran."
-    return (
-        f"Graph caches were on: those of layers {', '.join(cached)} came from them and no pass ran on them."
-    )
+    return f"Graph caches were on: those of layers {', '.join(cached)} came from them and no pass ran on them."
 
 
 def _loss_note(report: RunReport) -> str:
@@ -310,9 +304,7 @@ def _print_passes(console: Console, passes: tuple[PassSummary, ...]) -> None:
     for summary in passes:
         console.print(f"Pass {summary.name}: {_counts(summary.fired, 'rewrote ') or 'rewrote nothing'}")
         for declined in summary.declined:
-            console.print(
-                f"  declined {declined.count} x {declined.op.removeprefix('csa2::')}: {declined.reason}"
-            )
+            console.print(f"  declined {declined.count} x {declined.op.removeprefix('csa2::')}: {declined.reason}")
 
 
 def _counts(counts: dict[str, int], verb: str = "") -> str:
@@ -321,9 +313,7 @@ def _counts(counts: dict[str, int], verb: str = "") -> str:
 
 
 def _print_explain(console: Console, report: ExplainReport) -> None:
-    console.print(
-        f"{len(report.kinds)} kinds of block, compiled for {report.num_tokens} tokens", style="bold"
-    )
+    console.print(f"{len(report.kinds)} kinds of block, compiled for {report.num_tokens} tokens", style="bold")
     console.print(_describe(report.environment), style="dim")
     for kind in report.kinds:
         console.print()
@@ -337,9 +327,7 @@ def _kind_table(kind: KindReport) -> Table:
     table.add_column(overflow="fold")
     table.add_row("layers", ", ".join(map(str, kind.layers)))
     table.add_row("layout", f"{kind.layout}: {kind.layout_reason}")
-    table.add_row(
-        "cost", f"dense {kind.dense_pairs:.0f}, slots {kind.slots_pairs:.0f} (weighted pairs a query)"
-    )
+    table.add_row("cost", f"dense {kind.dense_pairs:.0f}, slots {kind.slots_pairs:.0f} (weighted pairs a query)")
     table.add_row("ops before", _counts(kind.ops_before) or "none")
     if not kind.passes:
         table.add_row("passes", "none: named ops run as they are, one call each")
@@ -377,13 +365,9 @@ def _print_doctor(console: Console, report: DoctorReport) -> None:
     features.add_column("how, or why not", overflow="fold")
     for feature in report.features:
         works = RichText("yes", style="green") if feature.works else RichText("no", style="yellow")
-        features.add_row(
-            feature.name, works, "tried" if feature.tried else "inferred", RichText(feature.detail)
-        )
+        features.add_row(feature.name, works, "tried" if feature.tried else "inferred", RichText(feature.detail))
     console.print(features)
-    verdict = (
-        "Eager and compiled runs work here." if report.core_works else "CSA2 does not work here; see above."
-    )
+    verdict = "Eager and compiled runs work here." if report.core_works else "CSA2 does not work here; see above."
     console.print(verdict, style="bold")
 
 

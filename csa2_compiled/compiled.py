@@ -112,9 +112,7 @@ def _make_pass(name: str) -> CompilerPass:
 
 def _source_files() -> list[Path]:
     package = Path(__file__).parent
-    return [
-        path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")
-    ]
+    return [path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")]
 
 
 def _run_region(block: nn.Module, *args: Any, **kwargs: Any) -> CSA2Output:

@@ -176,9 +176,7 @@ def _features(compiler: str | None) -> tuple[Feature, ...]:
     known = torch_is_known(torch.__version__)
     return (
         _try(EAGER, _run_eager, "a tiny model ran"),
-        Feature(
-            KNOWN_TORCH, known, f"{torch.__version__}; known are {', '.join(KNOWN_VERSIONS)}", tried=True
-        ),
+        Feature(KNOWN_TORCH, known, f"{torch.__version__}; known are {', '.join(KNOWN_VERSIONS)}", tried=True),
         cpu,
         cuda,
         *_flex_features(cpu, cuda),
@@ -194,9 +192,7 @@ def _flex_features(cpu: Feature, cuda: Feature) -> tuple[Feature, ...]:
     obstacle = flex_on_cpu_obstacle(capability, sys.platform)
     if not cpu.works:
         obstacle = f"{COMPILE_ON_CPU} does not work"
-    forward = Feature(
-        "FlexAttention forward, compiled, CPU", obstacle is None, obstacle or f"CPU has {capability}"
-    )
+    forward = Feature("FlexAttention forward, compiled, CPU", obstacle is None, obstacle or f"CPU has {capability}")
     backward = Feature(
         "FlexAttention backward, CPU",
         False,

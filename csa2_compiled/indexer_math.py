@@ -32,9 +32,7 @@ def head_products(q: Tensor, k: Tensor) -> Tensor:
     return products.view(batch, queries, heads, k.shape[1])
 
 
-def index_scores_body(
-    q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop: Tensor
-) -> Tensor:
+def index_scores_body(q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop: Tensor) -> Tensor:
     products = head_products(q, k).relu()
     scores = (products * weights.to(products.dtype).unsqueeze(-1)).sum(2)
     visible = positions_visible(k.shape[1], visible_start, visible_stop)

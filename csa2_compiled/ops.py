@@ -61,9 +61,7 @@ def quantize_dequantize(x: Tensor, format_name: str) -> Tensor:
 
 
 @torch.library.custom_op("csa2::index_scores", mutates_args=())
-def index_scores(
-    q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop: Tensor
-) -> Tensor:
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop: Tensor) -> Tensor:
     """Index score of every compressed position: sum over heads of relu(q . k) * weight.
 
     q [B, S, Hi, Di] and k [B, T, Di] share a dtype; weights float32 [B, S, Hi]; position t is visible when
@@ -126,9 +124,7 @@ def _(q: Tensor, k: Tensor, weights: Tensor, visible_start: Tensor, visible_stop
 
 
 @candidate_blocks.register_fake
-def _(
-    scores: Tensor, visible_stop: Tensor, group_starts: Tensor | None, topk_blocks: int, block_size: int
-) -> Tensor:
+def _(scores: Tensor, visible_stop: Tensor, group_starts: Tensor | None, topk_blocks: int, block_size: int) -> Tensor:
     return torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 

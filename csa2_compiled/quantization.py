@@ -148,9 +148,7 @@ def _find_format(format_name: str) -> QuantizationFormat:
 def _check_groups(argument: str, dim: int, quantization_format: QuantizationFormat) -> None:
     group_size = quantization_format.group_size
     if dim % group_size != 0:
-        raise ValueError(
-            f"{argument} is {dim}; allowed for {quantization_format.name}: multiples of {group_size}"
-        )
+        raise ValueError(f"{argument} is {dim}; allowed for {quantization_format.name}: multiples of {group_size}")
 
 
 def _quantize(x: Tensor, format_name: str) -> tuple[Tensor, Tensor]:
@@ -219,9 +217,7 @@ def _round_to_minifloat(value: Tensor, minifloat: Literal["e4m3", "e2m1"]) -> Te
     mantissa_bits, least_exponent, largest = MINIFLOATS[minifloat]
     value = value.clamp(-largest, largest)
     # A binade's values are 2^(exponent - mantissa_bits) apart, subnormal ones as those of the least exponent.
-    exponent_bits = (value.view(torch.int32) & EXPONENT_MASK).clamp(
-        min=(127 + least_exponent) << MANTISSA_BITS
-    )
+    exponent_bits = (value.view(torch.int32) & EXPONENT_MASK).clamp(min=(127 + least_exponent) << MANTISSA_BITS)
     step = (exponent_bits - (mantissa_bits << MANTISSA_BITS)).view(torch.float32)
     return torch.round(value * _power_of_two_reciprocal(step)) * step
 

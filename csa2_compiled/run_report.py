@@ -292,9 +292,7 @@ def report_run(
 
 
 @torch.no_grad()
-def report_explain(
-    compiled: CompiledModel, num_tokens: int, on_block: OnBlock | None = None
-) -> ExplainReport:
+def report_explain(compiled: CompiledModel, num_tokens: int, on_block: OnBlock | None = None) -> ExplainReport:
     """Compile the first block of each kind, on random bytes, and report what the passes did to it."""
     model = compiled.module
     assert isinstance(model, CSA2ForCausalLM)
@@ -401,9 +399,7 @@ class _KindObserver:
         self.kinds[kind] = self._report(block.attn, x.shape[1], seen, graphs_compiled() - graphs, seconds)
         return output
 
-    def _report(
-        self, attn: CSA2Attention, num_tokens: int, seen: int, graphs: int, seconds: float
-    ) -> KindReport:
+    def _report(self, attn: CSA2Attention, num_tokens: int, seen: int, graphs: int, seconds: float) -> KindReport:
         manager, blocks = self.compiled.manager, self.compiled.module.layers
         assert isinstance(blocks, torch.nn.ModuleList)
         census, *passes = manager.totals(seen)
@@ -433,9 +429,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def _mean_positions(
-    attn: CSA2Attention, state: CSA2State, tokens: Tokens
-) -> tuple[float | None, float | None]:
+def _mean_positions(attn: CSA2Attention, state: CSA2State, tokens: Tokens) -> tuple[float | None, float | None]:
     read = state.of_ratio(attn.ratio) if attn.ratio else None
     if read is None:
         return None, None

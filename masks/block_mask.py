@@ -3,9 +3,10 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, _mask_mod_signature
+from torch.nn.attention.flex_attention import BlockMask
 
 from csa2_compiled.masks.own_buffer import own_buffer
+from csa2_compiled.masks.signatures import MaskMod
 
 
 def block_pair_counts(indices: Tensor, num_keys: int, query_block: int, key_block: int) -> Tensor:
@@ -38,7 +39,7 @@ def slot_block_counts(filled: Tensor, key_block: int) -> Tensor:
 
 def block_mask_from_counts(
     counts: Tensor,
-    mask_mod: _mask_mod_signature,
+    mask_mod: MaskMod,
     num_queries: int,
     num_keys: int,
     query_block: int,

@@ -1,10 +1,11 @@
 """Packed documents: a query sees tokens of its own document only, and padding sees nothing."""
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import _mask_mod_signature
+
+from csa2_compiled.masks.signatures import MaskMod
 
 
-def generate_document_mask(starts: Tensor, num_tokens: int) -> _mask_mod_signature:
+def generate_document_mask(starts: Tensor, num_tokens: int) -> MaskMod:
     """Mask mod that keeps the window inside the query's document (dense layout).
 
     starts: int [B, S], index of the first token of the query's document, S for a padded query. Together

@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import _mask_mod_signature
+
+from csa2_compiled.masks.signatures import MaskMod
 
 BITS_PER_WORD = 32
 
@@ -23,7 +24,7 @@ def pack_selection(topk_indices: Tensor, num_compressed: int) -> Tensor:
     return empty.scatter_add(2, (position // BITS_PER_WORD).long(), bit.to(torch.int32))
 
 
-def generate_selection_mask(bits: Tensor, first_key: int, num_compressed: int) -> _mask_mod_signature:
+def generate_selection_mask(bits: Tensor, first_key: int, num_compressed: int) -> MaskMod:
     """Mask mod over keys whose range ``first_key .. first_key + num_compressed`` is compressed positions.
 
     bits: int32 [B, S, ceil(num_compressed / 32)] from `pack_selection`.

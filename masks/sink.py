@@ -6,10 +6,11 @@ score a score mod replaces by the sink logit.
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import _mask_mod_signature, _score_mod_signature
+
+from csa2_compiled.masks.signatures import MaskMod, ScoreMod
 
 
-def generate_sink_mask(sink_key: int) -> _mask_mod_signature:
+def generate_sink_mask(sink_key: int) -> MaskMod:
     """Mask mod: every query sees the sink key, also one that sees nothing else."""
 
     def sink_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def generate_sink_mask(sink_key: int) -> _mask_mod_signature:
     return sink_mask
 
 
-def generate_sink_score(sink: Tensor, sink_key: int, heads_are_rows: bool = False) -> _score_mod_signature:
+def generate_sink_score(sink: Tensor, sink_key: int, heads_are_rows: bool = False) -> ScoreMod:
     """Score mod that puts the sink logit on the sink key.
 
     sink: fp32 [H], added after scaling. heads_are_rows: in the slots layout the H heads stand where

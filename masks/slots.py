@@ -1,10 +1,11 @@
 """The slots layout's mask: a query token is a batch row, its gathered slots are the keys."""
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import _mask_mod_signature
+
+from csa2_compiled.masks.signatures import MaskMod
 
 
-def generate_slot_mask(filled: Tensor) -> _mask_mod_signature:
+def generate_slot_mask(filled: Tensor) -> MaskMod:
     """Mask mod: a slot is visible when it is filled.
 
     filled: bool [B * S, slots], slot 0 being the sink.

@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import _mask_mod_signature
+
+from csa2_compiled.masks.signatures import MaskMod
 
 
-def generate_window_mask(window: int, num_tokens: int) -> _mask_mod_signature:
+def generate_window_mask(window: int, num_tokens: int) -> MaskMod:
     """Mask mod over keys whose first ``num_tokens`` are the raw token keys (dense layout).
 
     Query i sees token key j when ``i - window < j <= i``.
@@ -18,9 +19,7 @@ def generate_window_mask(window: int, num_tokens: int) -> _mask_mod_signature:
     return window_mask
 
 
-def window_indices(
-    num_tokens: int, window: int, device: torch.device, starts: Tensor | None = None
-) -> Tensor:
+def window_indices(num_tokens: int, window: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
     """Token indices in every query's window, newest first, so that the filled slots come first.
 
     starts: int [B, S], the index of the first token each query may see (its document's start; S for a

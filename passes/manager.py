@@ -74,8 +74,5 @@ class PassManager:
         for report in self.totals():
             rewritten = ", ".join(f"{count} x {op}" for op, count in sorted(report.fired.items()))
             lines.append(f"{report.name}: rewrote {rewritten or 'nothing'}")
-            lines += [
-                f"  declined {count} x {op}: {reason}"
-                for (op, reason), count in sorted(report.declined.items())
-            ]
+            lines += [f"  declined {count} x {op}: {reason}" for (op, reason), count in sorted(report.declined.items())]
         return "\n".join(lines)

@@ -449,9 +449,7 @@ class Oracle:
         for b in range(B):
             for s in range(S):
                 row = scores[b, s].tolist()
-                eligible = [
-                    t for t in layout.visible_groups(b, s, r) if allowed is None or bool(allowed[b, s, t])
-                ]
+                eligible = [t for t in layout.visible_groups(b, s, r) if allowed is None or bool(allowed[b, s, t])]
                 picks = sorted(eligible, key=lambda t: (-row[t], t))[:count]
                 indices[b, s, : len(picks)] = torch.tensor(sorted(picks), dtype=torch.int32)
         return indices

@@ -225,18 +225,14 @@ def test_bf16_prefill_agrees_with_golden() -> None:
                 for rows in zip(as_sets(result.topk_indices), as_sets(topk_indices), strict=True)
             ]
             agree = torch.tensor([[ours == theirs for ours, theirs in row] for row in pairs])
-            shares = [
-                len(ours & theirs) / len(theirs) if theirs else 1.0 for row in pairs for ours, theirs in row
-            ]
+            shares = [len(ours & theirs) / len(theirs) if theirs else 1.0 for row in pairs for ours, theirs in row]
             assert sum(shares) / len(shares) >= 0.99, i
         assert relative_error(result.output[agree], output[agree]) <= 2e-2, i
         if (candidates := golden.prefill(i, "candidates")) is not None:
             assert (result.candidates == candidates).double().mean() >= 0.99
 
 
-def assert_document_equals_alone(
-    result: OracleResult, alone: OracleResult, b: int, first: int, ratio: int
-) -> None:
+def assert_document_equals_alone(result: OracleResult, alone: OracleResult, b: int, first: int, ratio: int) -> None:
     """The document of row b that starts at token first, inside a larger batch, against the document alone."""
     queries = slice(first, first + alone.output.shape[1])
     for name in ("output", "window_kv"):

@@ -89,9 +89,7 @@ class Case:
         return visible_keys(recent.expand(self.batch, -1, -1), self.topk_indices())
 
     def dense(self) -> BlockMask:
-        return dense_block_mask(
-            self.visible(), self.topk_indices(), self.compressed, self.window, self.starts()
-        )
+        return dense_block_mask(self.visible(), self.topk_indices(), self.compressed, self.window, self.starts())
 
     def slots(self) -> Tensor:
         return with_sink_slot(self.visible())
@@ -160,9 +158,7 @@ many_blocks = cases(min_tokens=100, max_tokens=300, max_window=140, max_topk=40)
 def visited(num_blocks: Tensor, indices: Tensor) -> set[tuple[int, int, int]]:
     """(row, block, other block) of all listed blocks; checks that each list is ascending."""
     blocks = set()
-    for row, (row_counts, row_lists) in enumerate(
-        zip(num_blocks[:, 0].tolist(), indices[:, 0].tolist(), strict=True)
-    ):
+    for row, (row_counts, row_lists) in enumerate(zip(num_blocks[:, 0].tolist(), indices[:, 0].tolist(), strict=True)):
         for block, (count, listed) in enumerate(zip(row_counts, row_lists, strict=True)):
             assert listed[:count] == sorted(set(listed[:count]))
             blocks.update((row, block, other) for other in listed[:count])
@@ -270,9 +266,7 @@ def test_any_block_size(case, query_block, key_block):
     """Most of these sizes divide neither the number of queries nor that of keys."""
     sink = torch.full((case.batch, case.tokens, 1), case.sink_key, dtype=torch.int32)
     num_keys = case.sink_key + 1
-    counts = masks.block_pair_counts(
-        torch.cat([case.visible(), sink], dim=-1), num_keys, query_block, key_block
-    )
+    counts = masks.block_pair_counts(torch.cat([case.visible(), sink], dim=-1), num_keys, query_block, key_block)
     expected = torch.zeros_like(counts)
     for row in range(case.batch):
         for query in range(case.tokens):
@@ -288,9 +282,7 @@ def test_any_block_size(case, query_block, key_block):
 
 @given(
     filled=st.integers(1, 70).flatmap(
-        lambda slots: st.lists(
-            st.lists(st.booleans(), min_size=slots, max_size=slots), min_size=1, max_size=4
-        )
+        lambda slots: st.lists(st.lists(st.booleans(), min_size=slots, max_size=slots), min_size=1, max_size=4)
     ),
     key_block=st.sampled_from([1, 3, 16, 64]),
 )

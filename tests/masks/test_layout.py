@@ -23,9 +23,7 @@ RELEASED = {"num_tokens": 4096, "num_compressed": 4096, "num_selected": 512, "wi
 @pytest.mark.parametrize("flex_takes_dtype", [False, True])
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("num_compressed", [0, 4096])
-def test_an_explicit_request_is_followed(
-    requested, needs_gradient, flex_takes_dtype, compiling, num_compressed
-):
+def test_an_explicit_request_is_followed(requested, needs_gradient, flex_takes_dtype, compiling, num_compressed):
     shape = {**RELEASED, "num_compressed": num_compressed}
     choice = choose_layout(
         requested,

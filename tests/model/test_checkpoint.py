@@ -192,9 +192,7 @@ def module_of(tensors: dict[str, Tensor]) -> nn.Module:
 def test_golden_names_and_dtypes(layer_idx: int) -> None:
     prefix = f"layers.{layer_idx}.attn."
     tensors = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in load_file(GOLDEN).items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): tensor for name, tensor in load_file(GOLDEN).items() if name.startswith(prefix)
     }
     layer = module_of(tensors)
     layer.layer_idx = layer_idx  # type: ignore[assignment]
@@ -263,9 +261,7 @@ def test_missing_keys(tmp_path: Path) -> None:
 def test_ambiguous_keys(tmp_path: Path) -> None:
     layer = Attention(0)
     for first, second in (("", "layers.0.attn."), ("layers.0.attn.", "model.layers.0.attn.")):
-        tensors = {
-            prefix + name: tensor for prefix in (first, second) for name, tensor in copy_of(layer).items()
-        }
+        tensors = {prefix + name: tensor for prefix in (first, second) for name, tensor in copy_of(layer).items()}
         save_file(tensors, tmp_path / "layer.safetensors")
         refused(layer, tmp_path / "layer.safetensors", "came besides", "allowed is one tensor for it")
     (tmp_path / "layer.safetensors").unlink()

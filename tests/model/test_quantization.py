@@ -27,9 +27,7 @@ from csa2_compiled.quantization import (
 GOLDEN = Path(__file__).parent.parent / "golden"
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E4M3 = [
-    code / 8 * 2.0**-6 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(127)
-]
+E4M3 = [code / 8 * 2.0**-6 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(127)]
 
 all_formats = pytest.mark.parametrize("format_name", list(FORMATS))
 all_dtypes = pytest.mark.parametrize("dtype", quantization.DTYPES, ids=str)
@@ -100,14 +98,10 @@ def adversarial(format_name: str) -> Tensor:
     tie_rows = []
     for scale in scales:
         chunks = torch.cat([ties, -ties]).split(group_size - 1)
-        filled = [
-            torch.cat([largest, chunk, chunk.new_zeros(group_size - 1 - len(chunk))]) for chunk in chunks
-        ]
+        filled = [torch.cat([largest, chunk, chunk.new_zeros(group_size - 1 - len(chunk))]) for chunk in chunks]
         tie_rows.append(torch.stack(filled) * scale)
     amax_rows = amax[:, None] * torch.linspace(1, -1, group_size)
-    special = torch.tensor(
-        [0.0, -0.0, 2.0**-149, -(2.0**-140), 2.0**-126, 1e-30, 1e-4, 1e4, 3.4e38, -3.4028235e38]
-    )
+    special = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-140), 2.0**-126, 1e-30, 1e-4, 1e4, 3.4e38, -3.4028235e38])
     special_rows = special[:, None] * (torch.arange(group_size) % 3 - 1.0)
     return torch.cat([*tie_rows, amax_rows, special_rows])
 
@@ -319,9 +313,7 @@ def scaled_round_trip(x: Tensor, factor: float, format_name: str) -> tuple[Tenso
 
 
 def check_compiled(format_name: str, dtype: torch.dtype, device: str) -> None:
-    x = torch.cat(
-        [adversarial(format_name), random_groups(format_name).view(-1, FORMATS[format_name].group_size)]
-    )
+    x = torch.cat([adversarial(format_name), random_groups(format_name).view(-1, FORMATS[format_name].group_size)])
     x[7, 3], x[9, 4] = math.nan, -math.inf
     x = x.to(dtype)
     torch.compiler.reset()
