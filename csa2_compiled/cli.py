@@ -32,6 +32,7 @@ from csa2_compiled.run_report import (
 
 BAD_ARGUMENT, DOES_NOT_WORK = 2, 1
 _PIPED_WIDTH = 120  # columns, where there is no terminal and COLUMNS is not set
+_NO_PASSES = "No passes: named ops run as they are, one call each."
 
 app = typer.Typer(
     help="CSA2, the attention of DeepSeek-V4.1: run it compiled, see what the passes do, check a machine.",
@@ -219,7 +220,7 @@ def _progress(num_layers: int) -> Iterator[run_report.OnBlock]:
     """A progress bar on stderr that names the kind of block in work; one line a kind where no terminal is."""
     console = _console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=num_layers)
 
         def on_block(index: int, kind: str, first_of_kind: bool) -> None:
@@ -248,7 +249,10 @@ def _print_run(console: Console, report: RunReport) -> None:
     shared = f"{report.graphs} compilations for {len(report.layers)} layers of {report.kinds} kinds"
     console.print(f"{shared}, {report.compile_seconds:.1f} s in all.")
     console.print(_cache_note(report))
-    _print_passes(console, report.passes)
+    if not report.passes:
+        console.print(_NO_PASSES)
+    for summary in report.passes:
+        console.print(f"Pass {summary.name}: " + "\n  ".join(_pass_lines(summary)))
     console.print(_loss_note(report))
 
 
@@ -298,18 +302,13 @@ def _loss_note(report: RunReport) -> str:
     return f"{loss} {weights}; a uniform guess has {report.uniform_bits:.2f}."
 
 
-def _print_passes(console: Console, passes: tuple[PassSummary, ...]) -> None:
-    if not passes:
-        console.print("No passes: named ops run as they are, one call each.")
-    for summary in passes:
-        console.print(f"Pass {summary.name}: {_counts(summary.fired, 'rewrote ') or 'rewrote nothing'}")
-        for declined in summary.declined:
-            console.print(f"  declined {declined.count} x {declined.op.removeprefix('csa2::')}: {declined.reason}")
+def _pass_lines(summary: PassSummary) -> list[str]:
+    lines = [f"rewrote {_counts(summary.fired) or 'nothing'}"]
+    return lines + [f"declined {_counts({d.op: d.count})}: {d.reason}" for d in summary.declined]
 
 
-def _counts(counts: dict[str, int], verb: str = "") -> str:
-    listed = ", ".join(f"{count} x {op.removeprefix('csa2::')}" for op, count in counts.items())
-    return verb * bool(counts) + listed
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {op.removeprefix('csa2::')}" for op, count in counts.items())
 
 
 def _print_explain(console: Console, report: ExplainReport) -> None:
@@ -330,11 +329,9 @@ def _kind_table(kind: KindReport) -> Table:
     table.add_row("cost", f"dense {kind.dense_pairs:.0f}, slots {kind.slots_pairs:.0f} (weighted pairs a query)")
     table.add_row("ops before", _counts(kind.ops_before) or "none")
     if not kind.passes:
-        table.add_row("passes", "none: named ops run as they are, one call each")
+        table.add_row("passes", _NO_PASSES)
     for summary in kind.passes:
-        lines = [_counts(summary.fired, "rewrote ") or "rewrote nothing"]
-        lines += [f"declined {d.count} x {d.op.removeprefix('csa2::')}: {d.reason}" for d in summary.declined]
-        table.add_row(summary.name, "\n".join(lines))
+        table.add_row(summary.name, "\n".join(_pass_lines(summary)))
     table.add_row("compiled", f"{kind.graphs} graph{'s' * (kind.graphs != 1)}, {kind.compile_seconds:.1f} s")
     return table
 
@@ -367,8 +364,8 @@ def _print_doctor(console: Console, report: DoctorReport) -> None:
         works = RichText("yes", style="green") if feature.works else RichText("no", style="yellow")
         features.add_row(feature.name, works, "tried" if feature.tried else "inferred", RichText(feature.detail))
     console.print(features)
-    verdict = "Eager and compiled runs work here." if report.core_works else "CSA2 does not work here; see above."
-    console.print(verdict, style="bold")
+    works_or_not = "work here." if report.core_works else "do not both work here; see above."
+    console.print(f"Eager and compiled runs {works_or_not}", style="bold")
 
 
 def _cuda_table(device: CudaDevice) -> Table:

@@ -1,6 +1,7 @@
 """compile_model: a model or layer behind torch.compile, with this project's passes installed."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -14,6 +15,7 @@ from csa2_compiled.ops import BODIES
 from csa2_compiled.passes import CompilerPass, InlineNamedOps, PassManager
 from csa2_compiled.passes.inductor import (
     compile_with,
+    fused_multiply_add,
     graph_cache_hits,
     graph_pass,
     graphs_compiled,
@@ -26,7 +28,11 @@ from csa2_compiled.state import CSA2Output
 # The passes in the order they run; inlining takes what the others left.
 PASS_ORDER = ("inline",)
 _RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
-_DEVICE_BODIES = {(torch.ops.csa2.apply_rope.default, "cpu"): apply_rope_real_body}
+# Inductor cannot fuse the complex product of the plain body; these have its bits on their device.
+_DEVICE_BODIES = {
+    (torch.ops.csa2.apply_rope.default, "cpu"): apply_rope_real_body,
+    (torch.ops.csa2.apply_rope.default, "cuda"): partial(apply_rope_real_body, multiply_add=fused_multiply_add),
+}
 
 
 class CompiledModel(nn.Module):

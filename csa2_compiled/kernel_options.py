@@ -33,26 +33,27 @@ class ForwardTiles:
 
 
 def forward_tile_bytes(block_m: int, block_n: int, head_dim: int, element_bytes: int, num_stages: int) -> int:
-    """Shared memory of a forward kernel: q, num_stages tiles of K and of V, and the probabilities' tile."""
+    """Shared memory of a forward kernel, an upper bound: q, num_stages tiles of K and of V, probabilities.
+
+    Triton 3.6 on an H200 takes q, K and V once, also with two stages (tests/gpu/test_kernel_options_gpu.py).
+    """
     q = block_m * head_dim
     keys_and_values = 2 * num_stages * block_n * head_dim
     return (q + keys_and_values + block_m * block_n) * element_bytes + _SCRATCH_BYTES
 
 
 def forward_tiles(head_dim: int, element_bytes: int, shared_memory: int, query_rows: int) -> ForwardTiles:
-    """The widest tiles that fit.
+    """The widest tiles that fit, pipelined in two stages where there is room.
 
     shared_memory: bytes one block may use on the device (99 KiB on consumer Ada, 163 KiB on A100, 227 KiB
     on H100 and H200). query_rows: rows of q a kernel instance has at most; wider tiles would idle.
     Raises ValueError when not even the smallest tile fits.
     """
     rows = max(16, query_rows)
-    for num_stages in (2, 1):
-        for block_m, block_n, num_warps in _TILES:
-            if block_m > rows or (num_stages == 2 and block_n < 32):
-                continue
+    for block_m, block_n, num_warps in _TILES:
+        for num_stages in (2, 1):
             used = forward_tile_bytes(block_m, block_n, head_dim, element_bytes, num_stages)
-            if used <= shared_memory:
+            if block_m <= rows and used <= shared_memory:
                 return ForwardTiles(block_m, block_n, num_warps, num_stages, used)
     raise ValueError(
         f"head_dim {head_dim} with {element_bytes} byte elements needs "

@@ -25,14 +25,15 @@ from csa2_compiled.rope import apply_rope_body
 def rms_norm_body(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight.to(wide.dtype) * normalized).to(x.dtype)
+    return (weight.to(wide.dtype) * normalized).to(x.dtype).contiguous()
 
 
 def gather_kv_body(keys: Tensor, indices: Tensor) -> Tensor:
     batch, queries, slots = indices.shape
-    rows = indices.clamp(min=0).view(batch, queries * slots, 1).long()
-    gathered = keys.gather(1, rows.expand(-1, -1, keys.shape[-1])).view(batch, queries, slots, -1)
-    return torch.where((indices >= 0).unsqueeze(-1), gathered, 0)
+    dim = keys.shape[-1]
+    rows = indices.clamp(min=0).reshape(batch, queries * slots, 1).long()
+    gathered = keys.gather(1, rows.expand(-1, -1, dim)).view(batch, queries, slots, dim)
+    return torch.where((indices >= 0).unsqueeze(-1), gathered, 0).contiguous()
 
 
 @torch.library.custom_op("csa2::rms_norm", mutates_args=())
@@ -153,7 +154,7 @@ def _rms_norm_backward(ctx, grad: Tensor):
     grad_normalized = grad_wide * weight.to(wide)
     along = (grad_normalized * normalized).mean(-1, keepdim=True)
     grad_x = scale * (grad_normalized - normalized * along)
-    grad_weight = (grad_wide * normalized).flatten(0, -2).sum(0)
+    grad_weight = (grad_wide * normalized).sum_to_size(weight.shape)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -192,12 +193,13 @@ def _gather_kv_setup(ctx, inputs, output) -> None:
 
 def _gather_kv_backward(ctx, grad: Tensor):
     (indices,) = ctx.saved_tensors
-    batch, dim = grad.shape[0], grad.shape[-1]
+    batch, queries, slots, dim = grad.shape
     wide = torch.promote_types(grad.dtype, torch.float32)
     # Empty slots add into a spare last row, which is cut off.
-    rows = torch.where(indices >= 0, indices, ctx.num_keys).view(batch, -1, 1).long().expand(-1, -1, dim)
+    rows = torch.where(indices >= 0, indices, ctx.num_keys).long()
+    rows = rows.reshape(batch, queries * slots, 1).expand(-1, -1, dim)
     sums = grad.new_zeros(batch, ctx.num_keys + 1, dim, dtype=wide)
-    sums = sums.scatter_add(1, rows, grad.to(wide).reshape(batch, -1, dim))
+    sums = sums.scatter_add(1, rows, grad.to(wide).reshape(batch, queries * slots, dim))
     return sums[:, :-1].to(grad.dtype), None
 
 

@@ -7,6 +7,7 @@ rounding can land in another FP4 or FP8 bin.
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +58,12 @@ def rotary_table(rotary_dim: int, parameters: RotaryParameters, length: int, dev
     key = _TableKey(rotary_dim, parameters, length, device)
     table = _TABLES.get(key)
     if table is None:
-        frequencies = rope_frequencies(rotary_dim, parameters.base, parameters.yarn).to(device)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-        table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+        # On CPU first, whatever the default device: CUDA's sine and cosine round otherwise (in 18% of the
+        # entries), and the same positions should turn alike everywhere.
+        with torch.device("cpu"):
+            frequencies = rope_frequencies(rotary_dim, parameters.base, parameters.yarn)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+            table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).to(device)
         _TABLES[key] = table
     return table
 
@@ -105,19 +109,28 @@ def apply_rope_body(x: Tensor, rotations: Tensor, inverse: bool) -> Tensor:
     return torch.cat([kept, torch.view_as_real(product).flatten(-2).to(x.dtype)], dim=-1)
 
 
-def apply_rope_real_body(x: Tensor, rotations: Tensor, inverse: bool) -> Tensor:
+def apply_rope_real_body(
+    x: Tensor,
+    rotations: Tensor,
+    inverse: bool,
+    multiply_add: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """The same in real arithmetic, which Inductor can fuse.
 
-    Bit-equal to the complex product on CPU, where both round each real product separately; on CUDA the
-    complex kernel contracts one of the two products into a fused multiply-add, so it is not used there.
+    On CPU the complex product rounds each real product separately, and so does this body. On CUDA the second
+    product is rounded and the first one fused into the addition: `multiply_add` (a * b + c, rounded once)
+    says so. Either way bit-equal to `apply_rope_body` on that device.
     """
     rotary_dim = 2 * rotations.shape[-2]
     kept, rotated = x[..., :-rotary_dim], x[..., -rotary_dim:]
     real, imaginary = _at_least_float32(rotated).unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = _over_heads(rotations, x).unbind(-1)
     sine = -sine if inverse else sine
-    product = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)
-    return torch.cat([kept, product.flatten(-2).to(x.dtype)], dim=-1)
+    if multiply_add is None:
+        turned = real * cosine - imaginary * sine, real * sine + imaginary * cosine
+    else:
+        turned = multiply_add(real, cosine, -(imaginary * sine)), multiply_add(real, sine, imaginary * cosine)
+    return torch.cat([kept, torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)], dim=-1)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -55,6 +55,13 @@ def fake_mode_of(value: Tensor) -> Any:
     return value.fake_mode  # type: ignore[attr-defined]
 
 
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c rounded once, in a graph that Inductor compiles (float32)."""
+    from torch._inductor.inductor_prims import fma
+
+    return fma(*torch.broadcast_tensors(a, b, c))
+
+
 def register_own_buffer_lowering() -> None:
     """Lower `csa2::own_buffer` to a realized buffer, so that its producer still fuses into the write."""
     from torch._inductor.ir import ExternKernel
