@@ -8,9 +8,11 @@ Prints a table and writes benchmarks/results/<name>.json. All times of a row com
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,7 +21,7 @@ from rich.table import Table
 from timing import REPOSITORY, medians, peak_gib, provenance
 from torch import Tensor
 
-from csa2_compiled import CSA2Attention, CSA2Config, CSA2State, compile_model
+from csa2_compiled import CSA2Attention, CSA2Config, CSA2Output, CSA2State, compile_model
 from csa2_compiled.compiled import resolve_passes
 
 # (row, layer, layers run before it for their state), by preset
@@ -68,7 +70,7 @@ def main(
     dtype = torch.bfloat16 if released else torch.float32
     cfg = CSA2Config.v41_flash() if released else CSA2Config.tiny()
     cfg = replace(cfg, max_position_embeddings=max(tokens, 65536 if released else 0))
-    pass_sets = passes.split()
+    pass_sets = str.split(passes)
     for name in pass_sets:
         resolve_passes(name)
     rows = [
@@ -77,7 +79,7 @@ def main(
     ]
     shapes = "released shapes" if released else "tiny preset"
     title = f"{shapes}, {dtype}, batch 1, {tokens} tokens"
-    result = {**provenance(place), "title": title, "rows": [asdict(row) for row in rows]}
+    result: dict[str, Any] = {**provenance(place), "title": title, "rows": [asdict(row) for row in rows]}
     kind = result["device"].split()[-1].lower() if released else "cpu"
     path = output or REPOSITORY / "benchmarks" / "results" / f"{kind}-layer-{tokens}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -106,7 +108,7 @@ def measure(
         source_layer = CSA2Attention(cfg, source, dtype=dtype, device=device)
         state = source_layer(torch.randn_like(x), state).state
     expected = layer(x, state)
-    functions = {"eager": lambda: layer(x, state)}
+    functions: dict[str, Callable[[], Any]] = {"eager": partial(layer, x, state)}
     compile_seconds, errors, selections = {}, {}, {}
     for name in pass_sets:
         compiled = compile_model(layer, passes=name, dynamic=False)
@@ -114,7 +116,7 @@ def measure(
         got = compiled(x, state)
         compile_seconds[name] = time.perf_counter() - begin
         errors[name], selections[name] = compare(expected, got)
-        functions[f"compiled, passes={name}"] = lambda compiled=compiled: compiled(x, state)
+        functions[f"compiled, passes={name}"] = partial(compiled, x, state)
     return Row(
         row,
         layer.compiled_layout(tokens).layout.value,
@@ -127,7 +129,7 @@ def measure(
     )
 
 
-def projections(layer: CSA2Attention, x: Tensor):
+def projections(layer: CSA2Attention, x: Tensor) -> Callable[[], None]:
     """The dense projections alone, on ready inputs: no layer can be faster."""
     rows = x.shape[0] * x.shape[1]
     work = [
@@ -147,11 +149,12 @@ def projections(layer: CSA2Attention, x: Tensor):
     return run
 
 
-def compare(expected, got) -> tuple[float, float]:
+def compare(expected: CSA2Output, got: CSA2Output) -> tuple[float, float]:
     """Relative error on the queries whose selection agrees, and the share of those queries."""
     agree = torch.ones(expected.hidden_states.shape[:2], dtype=torch.bool, device=expected.hidden_states.device)
-    if expected.state.topk_indices is not None:
-        agree = (expected.state.topk_indices == got.state.topk_indices).all(-1)
+    selected, selected_now = expected.state.topk_indices, got.state.topk_indices
+    if selected is not None and selected_now is not None:
+        agree = (selected == selected_now).all(-1)
     left, right = got.hidden_states[agree].double(), expected.hidden_states[agree].double()
     return ((left - right).norm() / right.norm()).item(), agree.double().mean().item()
 

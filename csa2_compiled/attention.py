@@ -1,5 +1,7 @@
 """One CSA2 attention layer, for all four roles."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +27,7 @@ class CSA2Attention(nn.Module):
     """Attention of layer `layer_idx`: sliding window, selected compressed positions and sink, one softmax.
 
     ``state_dict()`` has the released names without prefix. dtype: of the activations and dense matrices
-    (norms, sink and the pooling of groups stay float32); None is torch's default dtype. `layout` is how the
-    attention core lays out its keys, "auto" by default; it may be assigned.
+    (norms, sink and the pooling of groups stay float32); None is torch's default dtype.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class CSA2Attention(nn.Module):
         self.ratio = cfg.compress_ratios[layer_idx]
         self.publishes_candidates = cfg.publishes_candidates(layer_idx)
         self.selects_within_candidates = cfg.selects_within_candidates(layer_idx)
-        self.layout = AttentionLayout.AUTO
+        self._layout = AttentionLayout.AUTO
         heads, dim = cfg.num_attention_heads, cfg.head_dim
-        weights = {"bias": False, "device": device, "dtype": dtype}
+        weights: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.wq_a = nn.Linear(cfg.hidden_size, cfg.q_lora_rank, **weights)
         self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.rms_norm_eps, device)
         self.wq_b = nn.Linear(cfg.q_lora_rank, heads * dim, **weights)
@@ -77,11 +78,11 @@ class CSA2Attention(nn.Module):
         given instead of them. Raises CSA2InputError (a ValueError) before anything is computed.
         """
         state = CSA2State() if state is None else state
-        self._check(x, state)
+        if torch.compiler.is_compiling():
+            self._check(x, state)  # a graph cannot read values
+        else:
+            self.check_inputs(x, state, attention_mask, document_ids, tokens)
         if tokens is None:
-            if not torch.compiler.is_compiling():
-                alignment = group_alignment(self.cfg.compress_ratios)
-                check_token_arguments(*x.shape[:2], alignment, attention_mask, document_ids)
             tokens = lay_out_tokens(x.shape[1], x.device, attention_mask, document_ids)
 
         rotations = self.rotary(tokens.positions)
@@ -105,10 +106,39 @@ class CSA2Attention(nn.Module):
         return CSA2Output(self._project_output(attended, rotations, tokens), state)
 
     @property
+    def layout(self) -> AttentionLayout:
+        """How the attention core lays out its keys: "auto", "dense", "slots" or "plain"; may be assigned."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: AttentionLayout | str) -> None:
+        allowed = [choice.value for choice in AttentionLayout]
+        if layout not in allowed:
+            raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(allowed)}")
+        self._layout = AttentionLayout(layout)
+
+    @property
     def kind(self) -> tuple[str, int, bool, bool, str]:
         """Layers of the same kind do the same with other weights, so one compiled region serves them."""
-        role, layout = self.role.value, AttentionLayout(self.layout).value
-        return role, self.ratio, self.publishes_candidates, self.selects_within_candidates, layout
+        role, within = self.role.value, self.selects_within_candidates
+        return role, self.ratio, self.publishes_candidates, within, self._layout.value
+
+    def check_inputs(
+        self,
+        x: Tensor,
+        state: CSA2State | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Raise CSA2InputError for inputs that `forward` cannot take; reads the values of mask and ids."""
+        self._check(x, CSA2State() if state is None else state)
+        if tokens is None:
+            alignment = group_alignment(self.cfg.compress_ratios)
+            check_token_arguments(x.shape[0], x.shape[1], alignment, attention_mask, document_ids)
+        elif attention_mask is not None or document_ids is not None:
+            name = "document_ids" if attention_mask is None else "attention_mask"
+            raise CSA2InputError(f"{name} came besides tokens; tokens stands for both and goes without them")
 
     def window_kv(self, x: Tensor, rotations: Tensor) -> Tensor:
         """The window key (and value) of each token, after RoPE and fp8: x [B, S, hidden] -> [B, S, D]."""
@@ -178,6 +208,8 @@ class CSA2Attention(nn.Module):
             raise CSA2InputError(f"state is a {type(state).__name__}; it must be a CSA2State")
         if self.role in (LayerRole.REINDEX, LayerRole.REUSE):
             self._check_source(x, state)
+        if self.selects_within_candidates:
+            self._check_candidates(x, state)
 
     def _check_source(self, x: Tensor, state: CSA2State) -> None:
         read = state.of_ratio(self.ratio)
@@ -194,9 +226,23 @@ class CSA2Attention(nn.Module):
                 f"state's compressed_kv has shape {tuple(read.compressed_kv.shape)}; {self._name()} needs "
                 f"{list(expected)} for this x: the state is of another batch or length"
             )
-        if self.selects_within_candidates and read.candidates is None:
+        if read.topk_indices.shape[1] != x.shape[1]:  # lengths that differ in a partial group only
+            raise CSA2InputError(
+                f"state's topk_indices are of {read.topk_indices.shape[1]} tokens; {self._name()} needs "
+                f"{x.shape[1]} for this x: the state is of another length"
+            )
+
+    def _check_candidates(self, x: Tensor, state: CSA2State) -> None:
+        read = state.of_ratio(self.ratio)
+        if read is None or read.candidates is None:
             raise CSA2InputError(
                 f"state holds no candidates for {self._name()}; run layer {self.cfg.candidate_source_layer_id} first"
+            )
+        expected = (x.shape[0], x.shape[1], x.shape[1] // self.ratio)
+        if tuple(read.candidates.shape) != expected:
+            raise CSA2InputError(
+                f"state's candidates have shape {tuple(read.candidates.shape)}; {self._name()} needs "
+                f"{list(expected)} for this x: the state is of another batch or length"
             )
 
     def _name(self) -> str:

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.model import CSA2Block, CSA2ForCausalLM
@@ -29,7 +29,7 @@ from csa2_compiled.state import CSA2Output
 PASS_ORDER = ("inline",)
 _RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
 # Inductor cannot fuse the complex product of the plain body; these have its bits on their device.
-_DEVICE_BODIES = {
+_DEVICE_BODIES: dict[tuple[torch._ops.OpOverload, str], Callable[..., Tensor]] = {
     (torch.ops.csa2.apply_rope.default, "cpu"): apply_rope_real_body,
     (torch.ops.csa2.apply_rope.default, "cuda"): partial(apply_rope_real_body, multiply_add=fused_multiply_add),
 }
@@ -52,7 +52,7 @@ class CompiledModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward; inputs are checked before the graph runs."""
-        if isinstance(self.module, CSA2ForCausalLM):
+        if isinstance(self.module, CSA2ForCausalLM | CSA2Attention):
             self.module.check_inputs(*args, **{k: v for k, v in kwargs.items() if k != "run_block"})
         graphs, hits = graphs_compiled(), graph_cache_hits()
         try:
@@ -65,6 +65,8 @@ class CompiledModel(nn.Module):
 
     def run_block(self, block: CSA2Block | CSA2Attention, *args: Any, **kwargs: Any) -> CSA2Output:
         """Run one block, or one attention layer, through the compiled region that serves all of its kind."""
+        if isinstance(block, CSA2Attention):
+            block.check_inputs(*args, **kwargs)
         kind = (type(block).__name__, *block.kind)
         if kind not in self._regions:
             self._regions[kind] = self._compile(_region(kind))

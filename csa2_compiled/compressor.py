@@ -1,5 +1,7 @@
 """The compressor: groups of r tokens become one latent each."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ class Compressor(nn.Module):
     ) -> None:
         super().__init__()
         self.ratio = ratio
-        weights = {"bias": False, "device": device, "dtype": dtype if ratio == 1 else torch.float32}
+        weights: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype if ratio == 1 else torch.float32}
         self.wkv = nn.Linear(cfg.hidden_size, cfg.head_dim, **weights)
         if ratio > 1:
             self.wgate = nn.Linear(cfg.hidden_size, cfg.head_dim, **weights)

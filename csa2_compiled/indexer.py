@@ -1,5 +1,7 @@
 """The indexer: scores compressed positions for every query and selects the best."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ class Indexer(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.dim = cfg.index_n_heads, cfg.index_head_dim
-        weights = {"bias": False, "device": device, "dtype": dtype}
+        weights: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.wq_b = nn.Linear(cfg.q_lora_rank, self.heads * self.dim, **weights)
         self.weights_proj = nn.Linear(cfg.hidden_size, self.heads, **weights)
         if makes_keys:

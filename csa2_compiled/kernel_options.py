@@ -65,4 +65,4 @@ def forward_tiles(head_dim: int, element_bytes: int, shared_memory: int, query_r
 @torch.compiler.assume_constant_result
 def shared_memory_per_block(device: torch.device) -> int:
     """Bytes of shared memory one block may use on a CUDA device."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

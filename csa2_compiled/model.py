@@ -4,6 +4,7 @@ It is there to be compiled, trained and generated from; it is not all of V4.1 (n
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ class SwiGLU(nn.Module):
         self, cfg: CSA2Config, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        weights = {"bias": False, "device": device, "dtype": dtype}
+        weights: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.w1 = nn.Linear(cfg.hidden_size, cfg.intermediate_size, **weights)
         self.w2 = nn.Linear(cfg.intermediate_size, cfg.hidden_size, **weights)
         self.w3 = nn.Linear(cfg.hidden_size, cfg.intermediate_size, **weights)
@@ -105,7 +106,8 @@ class CSA2ForCausalLM(nn.Module):
             self.check_inputs(input_ids, attention_mask, document_ids)
         tokens = lay_out_tokens(input_ids.shape[1], input_ids.device, attention_mask, document_ids)
         x, state = self.embed(input_ids), CSA2State()
-        for block in self.layers:
+        for layer in self.layers:
+            block = cast(CSA2Block, layer)
             output = block(x, state, tokens) if run_block is None else run_block(block, x, state, tokens)
             x, state = output.hidden_states, output.state
         return self.head(self.norm(x))
@@ -114,10 +116,10 @@ class CSA2ForCausalLM(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, document_ids: Tensor | None = None
     ) -> None:
         """Raise CSA2InputError for inputs that `forward` cannot take; reads their values."""
-        if input_ids.dim() != 2 or input_ids.is_floating_point():
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise CSA2InputError(
-                f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be an integer "
-                "tensor [batch, tokens]"
+                f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be an int64 or "
+                "int32 tensor [batch, tokens]"
             )
         if not 1 <= input_ids.shape[1] <= self.cfg.max_position_embeddings or input_ids.shape[0] < 1:
             raise CSA2InputError(
@@ -130,4 +132,4 @@ class CSA2ForCausalLM(nn.Module):
                 f"0 and vocab_size - 1 = {self.cfg.vocab_size - 1}"
             )
         alignment = group_alignment(self.cfg.compress_ratios)
-        check_token_arguments(*input_ids.shape, alignment, attention_mask, document_ids)
+        check_token_arguments(input_ids.shape[0], input_ids.shape[1], alignment, attention_mask, document_ids)

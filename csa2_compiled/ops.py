@@ -7,6 +7,7 @@ maps each op to that body.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,12 +141,12 @@ def _(keys: Tensor, indices: Tensor) -> Tensor:
     return keys.new_empty(*indices.shape, keys.shape[-1])
 
 
-def _rms_norm_setup(ctx, inputs, output) -> None:
+def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _rms_norm_backward(ctx, grad: Tensor):
+def _rms_norm_backward(ctx: Any, grad: Tensor) -> Any:
     x, weight = ctx.saved_tensors
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide, grad_wide = x.to(wide), grad.to(wide)
@@ -158,21 +159,21 @@ def _rms_norm_backward(ctx, grad: Tensor):
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _apply_rope_setup(ctx, inputs, output) -> None:
+def _apply_rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, rotations, ctx.inverse = inputs
     ctx.save_for_backward(rotations)
 
 
-def _apply_rope_backward(ctx, grad: Tensor):
+def _apply_rope_backward(ctx: Any, grad: Tensor) -> Any:
     (rotations,) = ctx.saved_tensors
     return apply_rope(grad, rotations, not ctx.inverse), None, None
 
 
-def _index_scores_setup(ctx, inputs, output) -> None:
+def _index_scores_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3], output)
 
 
-def _index_scores_backward(ctx, grad: Tensor):
+def _index_scores_backward(ctx: Any, grad: Tensor) -> Any:
     q, k, weights, scores = ctx.saved_tensors
     batch, queries, heads, dim = q.shape
     grad = torch.where(scores > float("-inf"), grad, 0)  # invisible entries are constants
@@ -185,13 +186,13 @@ def _index_scores_backward(ctx, grad: Tensor):
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_weights.to(weights.dtype), None, None
 
 
-def _gather_kv_setup(ctx, inputs, output) -> None:
+def _gather_kv_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     keys, indices = inputs
     ctx.save_for_backward(indices)
     ctx.num_keys = keys.shape[1]
 
 
-def _gather_kv_backward(ctx, grad: Tensor):
+def _gather_kv_backward(ctx: Any, grad: Tensor) -> Any:
     (indices,) = ctx.saved_tensors
     batch, queries, slots, dim = grad.shape
     wide = torch.promote_types(grad.dtype, torch.float32)

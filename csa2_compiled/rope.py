@@ -44,6 +44,7 @@ class _TableKey:
     parameters: RotaryParameters
     length: int
     device: torch.device
+    fake_mode: object  # of fake tensors, which no real module may get; None otherwise
 
 
 _TABLES: "weakref.WeakValueDictionary[_TableKey, Tensor]" = weakref.WeakValueDictionary()
@@ -55,12 +56,13 @@ def rotary_table(rotary_dim: int, parameters: RotaryParameters, length: int, dev
     Layers that rotate alike on one device share one table (at a million positions and 64 channels it takes
     256 MiB); it is freed with the last of them.
     """
-    key = _TableKey(rotary_dim, parameters, length, device)
+    fake_mode = getattr(torch.empty(0, device=device), "fake_mode", None)
+    key = _TableKey(rotary_dim, parameters, length, device, fake_mode)
     table = _TABLES.get(key)
     if table is None:
         # On CPU first, whatever the default device: CUDA's sine and cosine round otherwise (in 18% of the
         # entries), and the same positions should turn alike everywhere.
-        with torch.device("cpu"):
+        with torch.device("meta" if device.type == "meta" else "cpu"):
             frequencies = rope_frequencies(rotary_dim, parameters.base, parameters.yarn)
             angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
             table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).to(device)
@@ -122,6 +124,10 @@ def apply_rope_real_body(
     says so. Either way bit-equal to `apply_rope_body` on that device.
     """
     rotary_dim = 2 * rotations.shape[-2]
+    if multiply_add is None and rotary_dim % 16 != 0:
+        # Only the vectorized loop of CPUs rounds like this. What it leaves of a row goes to a scalar loop,
+        # which contracts one product, as CUDA does, on x86 with AVX2.
+        return apply_rope_body(x, rotations, inverse)
     kept, rotated = x[..., :-rotary_dim], x[..., -rotary_dim:]
     real, imaginary = _at_least_float32(rotated).unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = _over_heads(rotations, x).unbind(-1)

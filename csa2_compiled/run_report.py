@@ -406,7 +406,7 @@ class _KindObserver:
         layout = attn.compiled_layout(num_tokens)
         dense, slots = pairs_per_query(
             num_compressed=num_tokens // attn.ratio if attn.ratio else 0,
-            num_selected=attn.cfg.index_topk if attn.ratio else 0,
+            topk=attn.cfg.index_topk if attn.ratio else 0,
             window=attn.cfg.sliding_window,
         )
         return KindReport(

@@ -4,6 +4,8 @@ Written with FlexAttention in two exact layouts, and once as plain matrix produc
 (see `csa2_compiled.masks.layout`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
@@ -33,7 +35,7 @@ def layout_for(
         requested,
         num_tokens=q.shape[1],
         num_compressed=num_compressed,
-        num_selected=topk,
+        topk=topk,
         window=window,
         needs_gradient=torch.is_grad_enabled() and q.requires_grad,
         flex_takes_dtype=q.dtype in _FLEX_DTYPES,
@@ -189,7 +191,7 @@ def _first(slots: Tensor) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=slots.device)
 
 
-def _tiles(q: Tensor, query_rows: int) -> dict[str, int] | None:
+def _tiles(q: Tensor, query_rows: int) -> Any:
     if q.device.type != "cuda":
         return None
     limit = shared_memory_per_block(q.device)

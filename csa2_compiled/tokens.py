@@ -25,7 +25,11 @@ class Tokens:
     @property
     def is_real(self) -> Tensor | None:
         """bool [B, S], False at padding; None when there is none."""
-        return None if self.starts is None else self.starts < self.starts.shape[1]
+        return None if self.starts is None else self._is_real(self.starts)
+
+    @staticmethod
+    def _is_real(starts: Tensor) -> Tensor:
+        return torch.lt(starts, starts.shape[1])
 
     def compressed_positions(self, ratio: int) -> Tensor:
         """Position j * r of every complete group, int64 [B or 1, S // ratio]."""
@@ -37,8 +41,9 @@ class Tokens:
         complete = ((self.positions + 1) // ratio).to(torch.int32)
         if self.starts is None:
             return torch.zeros_like(complete), complete
-        first = torch.where(self.is_real, self.starts // ratio, 0)
-        return first, torch.where(self.is_real, first + complete, 0)
+        real = self._is_real(self.starts)
+        first = torch.where(real, self.starts // ratio, 0)
+        return first, torch.where(real, first + complete, 0)
 
     def group_starts(self, ratio: int) -> Tensor | None:
         """First compressed position of each group's document, int32 [B, S // ratio], or None."""
@@ -61,11 +66,12 @@ def lay_out_tokens(
 ) -> Tokens:
     """Positions and document starts from a padding mask or document ids (assumed checked)."""
     index = torch.arange(num_tokens, device=device)
-    if attention_mask is None and document_ids is None:
+    if document_ids is not None:
+        ids = document_ids  # 0 wherever the mask is
+    elif attention_mask is not None:
+        ids = attention_mask.to(torch.int32)
+    else:
         return Tokens(index.unsqueeze(0))
-    ids = document_ids if document_ids is not None else (attention_mask != 0).to(torch.int32)
-    if document_ids is not None and attention_mask is not None:
-        ids = torch.where(attention_mask != 0, document_ids, 0)
     is_start = torch.ones_like(ids, dtype=torch.bool)
     is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
     starts = torch.where(is_start, index, 0).cummax(dim=1).values
@@ -94,8 +100,10 @@ def check_token_arguments(
             )
         if value.is_floating_point() or value.is_complex():
             raise CSA2InputError(f"{name} has dtype {value.dtype}; it must be an integer or bool dtype")
+    if attention_mask is not None:
+        _check_mask_values(attention_mask)
     if attention_mask is not None and document_ids is None:
-        _check_attention_mask(attention_mask)
+        _check_right_padding(attention_mask)
     if document_ids is not None:
         _check_document_ids(document_ids, alignment)
     if attention_mask is not None and document_ids is not None:
@@ -109,13 +117,16 @@ def check_token_arguments(
             )
 
 
-def _check_attention_mask(mask: Tensor) -> None:
+def _check_mask_values(mask: Tensor) -> None:
     odd = (mask != 0) & (mask != 1)
     if odd.any():
         row, token = odd.nonzero()[0].tolist()
         raise CSA2InputError(
             f"attention_mask is {int(mask[row, token])} at row {row}, token {token}; it must be 1 (token) or 0 (pad)"
         )
+
+
+def _check_right_padding(mask: Tensor) -> None:
     real = mask != 0
     after_pad = real[:, 1:] & ~real[:, :-1]
     if after_pad.any():

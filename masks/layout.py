@@ -10,7 +10,7 @@ sparsity saves nothing beyond causality (at 4096 tokens the union of 128 random 
 every causal block), so the dense layout is charged for every causal key:
 
     dense:  window + key_block + num_compressed / 2
-    slots:  1 + window + num_selected, rounded up to key_block, times SLOTS_PER_DENSE_PAIR
+    slots:  1 + window + min(topk, num_compressed), rounded up to key_block, times SLOTS_PER_DENSE_PAIR
 
 SLOTS_PER_DENSE_PAIR is the price of gathering. Measured on one H200 (DESIGN figures: dense 10.7 ms for
 2304 pairs a query, slots 3.6 ms for 704) it is 1.1.
@@ -42,10 +42,10 @@ class LayoutChoice:
     reason: str
 
 
-def pairs_per_query(num_compressed: int, num_selected: int, window: int) -> tuple[float, float]:
+def pairs_per_query(num_compressed: int, topk: int, window: int) -> tuple[float, float]:
     """Pairs a query evaluates (dense, slots), the slots weighted by the price of gathering."""
     dense = window + KEY_BLOCK + num_compressed / 2
-    slots = -(-(1 + window + num_selected) // KEY_BLOCK) * KEY_BLOCK
+    slots = -(-(1 + window + min(topk, num_compressed)) // KEY_BLOCK) * KEY_BLOCK
     return dense, slots * SLOTS_PER_DENSE_PAIR
 
 
@@ -53,7 +53,7 @@ def choose_layout(
     requested: AttentionLayout,
     num_tokens: int,
     num_compressed: int,
-    num_selected: int,
+    topk: int,
     window: int,
     needs_gradient: bool = False,
     flex_takes_dtype: bool = True,
@@ -61,8 +61,8 @@ def choose_layout(
 ) -> LayoutChoice:
     """Pick the layout for one call; an explicit request is followed, never replaced.
 
-    num_tokens, num_compressed, num_selected: S, T and min(K, T) of the call. When one of them is
-    symbolic the choice may not depend on it, or one graph could not serve every length.
+    num_tokens, num_compressed, topk: S, T and K of the call. When S or T is symbolic the choice may not
+    depend on it, or one graph could not serve every length.
     needs_gradient: a backward pass will run through the attention core.
     flex_takes_dtype: FlexAttention computes in float32, bfloat16 and float16 only.
     compiling: eager FlexAttention evaluates every pair of queries and keys, so eager calls run plain.
@@ -75,9 +75,9 @@ def choose_layout(
         return LayoutChoice(AttentionLayout.PLAIN, "FlexAttention does not take this dtype")
     if not compiling:
         return LayoutChoice(AttentionLayout.PLAIN, "eager: FlexAttention would evaluate every pair")
-    if not all(has_static_value(size) for size in (num_tokens, num_compressed, num_selected)):
+    if not all(has_static_value(size) for size in (num_tokens, num_compressed)):
         return LayoutChoice(AttentionLayout.SLOTS, "dynamic length: one graph serves every length")
-    dense, slots = pairs_per_query(num_compressed, num_selected, window)
+    dense, slots = pairs_per_query(num_compressed, topk, window)
     if dense <= slots:
         return LayoutChoice(AttentionLayout.DENSE, f"{dense:.0f} pairs a query against {slots:.0f} in slots")
     return LayoutChoice(AttentionLayout.SLOTS, f"{slots:.0f} pairs a query against {dense:.0f} in dense")

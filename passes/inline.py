@@ -15,14 +15,13 @@ with Inductor's decompositions, without which its lowering fails.
 """
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from csa2_compiled.passes.inductor import fake_mode_of, trace_body
 from csa2_compiled.passes.manager import CompilerPass, PassReport
-
-BodyFor = Callable[[torch._ops.OpOverload, torch.device], Callable[..., Tensor]]
 
 
 class InlineNamedOps(CompilerPass):
@@ -53,7 +52,8 @@ class InlineNamedOps(CompilerPass):
         arguments = _all_arguments(node)
         is_input = [isinstance(argument, fx.Node) for argument in arguments]
         value = node.meta["val"]
-        body = self.device_bodies.get((node.target, value.device.type), self.bodies[node.target])
+        target = cast(torch._ops.OpOverload, node.target)
+        body = self.device_bodies.get((target, value.device.type), self.bodies[target])
 
         def with_constants(*inputs: Tensor) -> Tensor:
             given = iter(inputs)

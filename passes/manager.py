@@ -55,8 +55,11 @@ class PassManager:
         return tuple(compiler_pass.name for compiler_pass in self.passes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.reports.append(tuple(compiler_pass.run(graph) for compiler_pass in self.passes))
+        reports = tuple(compiler_pass.run(graph) for compiler_pass in self.passes)
         graph.lint()
+        # Inductor also sends the small graphs of mask and score mods, which hold nothing of ours.
+        if any(report.fired or report.declined for report in reports):
+            self.reports.append(reports)
 
     def totals(self, first_graph: int = 0) -> tuple[PassReport, ...]:
         """The reports of all graphs, or of those from number `first_graph` on, added up, one a pass."""

@@ -15,7 +15,7 @@ AUTO, DENSE, SLOTS, PLAIN = (
     AttentionLayout.SLOTS,
     AttentionLayout.PLAIN,
 )
-RELEASED = {"num_tokens": 4096, "num_compressed": 4096, "num_selected": 512, "window": 128}
+RELEASED = {"num_tokens": 4096, "num_compressed": 4096, "topk": 512, "window": 128}
 
 
 @pytest.mark.parametrize("requested", [DENSE, SLOTS, PLAIN])
@@ -52,52 +52,52 @@ def test_what_flex_attention_cannot_serve_runs_plain(obstacle, word):
 
 
 @pytest.mark.parametrize(
-    ("num_compressed", "num_selected", "layout"),
+    ("num_compressed", "topk", "layout"),
     [
         (4096, 512, SLOTS),  # ratio 1
         (2048, 512, SLOTS),  # ratio 2
         (0, 0, DENSE),  # a window layer
     ],
 )
-def test_released_shapes(num_compressed, num_selected, layout):
-    choice = choose_layout(AUTO, 4096, num_compressed, num_selected, window=128)
+def test_released_shapes(num_compressed, topk, layout):
+    choice = choose_layout(AUTO, 4096, num_compressed, topk, window=128)
     assert choice.layout is layout
-    dense, slots = pairs_per_query(num_compressed, num_selected, 128)
+    dense, slots = pairs_per_query(num_compressed, topk, 128)
     assert f"{dense:.0f}" in choice.reason
     assert f"{slots:.0f}" in choice.reason
 
 
-@pytest.mark.parametrize(("window", "num_selected"), [(128, 512), (8, 4), (100, 27), (100, 28)])
-def test_threshold_of_the_cost_model(window, num_selected):
+@pytest.mark.parametrize(("window", "topk"), [(128, 512), (8, 4), (100, 27), (100, 28)])
+def test_threshold_of_the_cost_model(window, topk):
     """The first number of compressed positions from which dense costs more than slots, and the one before."""
-    slot_blocks = -(-(1 + window + num_selected) // KEY_BLOCK)
+    slot_blocks = -(-(1 + window + topk) // KEY_BLOCK)
     slots = slot_blocks * KEY_BLOCK * SLOTS_PER_DENSE_PAIR
-    over = next(t for t in range(num_selected, 8192) if window + KEY_BLOCK + t / 2 > slots)
-    assert pairs_per_query(over, num_selected, window) == (window + KEY_BLOCK + over / 2, slots)
+    over = next(t for t in range(topk, 8192) if window + KEY_BLOCK + t / 2 > slots)
+    assert pairs_per_query(over, topk, window) == (window + KEY_BLOCK + over / 2, slots)
 
-    expensive = choose_layout(AUTO, 8192, over, num_selected, window)
+    expensive = choose_layout(AUTO, 8192, over, topk, window)
     assert expensive.layout is SLOTS
     assert expensive.reason
-    if over > num_selected:
-        cheap = choose_layout(AUTO, 8192, over - 1, num_selected, window)
+    if over > topk:
+        cheap = choose_layout(AUTO, 8192, over - 1, topk, window)
         assert cheap.layout is DENSE
         assert cheap.reason
 
 
 def test_threshold_lies_at_equal_cost():
     # 5 blocks of slots cost 5 * 128 * 1.1 = 704 pairs, a whole number.
-    window, num_selected = 128, 384
+    window, topk = 128, 384
     compressed = 2 * (704 - window - KEY_BLOCK)
-    dense, slots = pairs_per_query(compressed, num_selected, window)
+    dense, slots = pairs_per_query(compressed, topk, window)
     assert dense == pytest.approx(slots)
-    assert choose_layout(AUTO, 4096, compressed - 1, num_selected, window).layout is DENSE
-    assert choose_layout(AUTO, 4096, compressed + 1, num_selected, window).layout is SLOTS
+    assert choose_layout(AUTO, 4096, compressed - 1, topk, window).layout is DENSE
+    assert choose_layout(AUTO, 4096, compressed + 1, topk, window).layout is SLOTS
 
 
 class Traced:
     """A function that asks for the layout while it is traced, and what it was told."""
 
-    def __init__(self, dynamic: bool, num_selected: int = 512, window: int = 128) -> None:
+    def __init__(self, dynamic: bool, topk: int = 512, window: int = 128) -> None:
         self.choices: list[LayoutChoice] = []
         self.counter = CompileCounterWithBackend("eager")
         torch._dynamo.reset()
@@ -107,7 +107,7 @@ class Traced:
                 AUTO,
                 num_tokens=x.shape[1],
                 num_compressed=x.shape[1] // 2,
-                num_selected=num_selected,
+                topk=topk,
                 window=window,
                 compiling=torch.compiler.is_compiling(),
             )

@@ -128,7 +128,6 @@ def test_the_order_of_bits_is_the_order_of_floats(bits: list[int]):
     values = from_bits([bits[i] for i in shuffle])
     # Python reads the same bits as a double, and so compares subnormals however the CPU flags are set.
     row = [struct.unpack("<f", struct.pack("<I", bits[i]))[0] for i in shuffle]
-    assert {0.0, SMALLEST, LARGEST, INFINITY, -LARGEST, -INFINITY} - set(row) <= {SMALLEST, LARGEST, -LARGEST}
     positions, allowed = best_positions(values, len(bits))
     expected = best_of(row, len(row))
     assert positions[allowed].tolist() == expected
@@ -225,7 +224,7 @@ def loop_candidates(
 
 @st.composite
 def candidate_inputs(draw: st.DrawFn, packed: bool):
-    """Rows of documents of ragged length, with pad groups behind some, and queries that see part of one.
+    """Rows of documents of ragged length, with pad groups between, and queries that see part of one.
 
     Returns the arguments and, by [row][query], the positions expected, with the positions that no document has.
     """
@@ -238,7 +237,7 @@ def candidate_inputs(draw: st.DrawFn, packed: bool):
         while len(row_starts) < positions:
             at, left = len(row_starts), positions - len(row_starts)
             length = draw(st.integers(1, left)) if packed else left
-            if packed and documents and draw(st.integers(0, 3)) == 0:
+            if packed and draw(st.integers(0, 3)) == 0:
                 row_pads |= set(range(at, at + length))
                 row_starts += [positions] * length
             else:
@@ -254,9 +253,7 @@ def candidate_inputs(draw: st.DrawFn, packed: bool):
             if documents and not (packed and draw(st.integers(0, 5)) == 0):
                 document = draw(st.sampled_from(documents))
                 first, stop = document.start, document.start + draw(st.integers(0, len(document)))
-                row[first:stop] = draw(
-                    st.lists(visible_score, min_size=stop - first, max_size=stop - first)
-                )
+                row[first:stop] = draw(st.lists(visible_score, min_size=stop - first, max_size=stop - first))
             else:  # a padded query, or a row without positions
                 document, first, stop = range(0), 0, 0
             newest = stop - 1 if stop > first else None
@@ -340,9 +337,10 @@ def test_blocks_count_from_their_document_s_start():
 def test_compiled_bodies_select_alike():
     """Inductor fuses the bits, the comparison with NaN and the -0.0 rule; it must not simplify them away."""
 
-    def both(scores: Tensor, stop: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        candidates = candidate_blocks_body(scores, stop, starts, 2, 2)
-        return candidates, candidate_blocks_body(scores, stop, None, 3, 4), select_topk_body(scores, candidates, 4)
+    def bodies(scores: Tensor, stop: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        packed = candidate_blocks_body(scores, stop, starts, 2, 2)
+        alone = [candidate_blocks_body(scores, stop, None, keep, 4) for keep in (1, 3)]
+        return packed, *alone, select_topk_body(scores, packed, 4), select_topk_body(scores, None, 20)
 
     pool = float32([0.0, -0.0, 1.0, -1.0, SMALLEST, -SMALLEST, LARGEST, INFINITY, NAN], 9)
     generator = torch.Generator().manual_seed(0)
@@ -350,5 +348,6 @@ def test_compiled_bodies_select_alike():
     stop = torch.randint(12, (2, 40), dtype=torch.int32, generator=generator)
     scores = scores.where(torch.arange(11) < stop.unsqueeze(-1), -INFINITY)
     starts = torch.tensor([[0] * 11, [0] * 4 + [4] * 7], dtype=torch.int32)
-    for actual, expected in zip(torch.compile(both)(scores, stop, starts), both(scores, stop, starts), strict=True):
+    compiled = torch.compile(bodies)(scores, stop, starts)
+    for actual, expected in zip(compiled, bodies(scores, stop, starts), strict=True):
         assert torch.equal(actual, expected)
