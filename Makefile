@@ -1,0 +1,38 @@
+# `make demo` and `make test` make their own .venv and install everything; a second run reuses it.
+
+PYTHON ?= python3
+# Pinned, since an open range would bring a CUDA build of several gigabytes. Any torch >= 2.11 serves.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+TEXT ?= $(shell $(PYTHON) -c "import pydoc_data.topics as topics; print(topics.__file__)")
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test fast-test lint bench clean
+
+demo: $(READY)  ## a compiled CSA2 model reads a real text file: Python's own documentation
+	$(BIN)/csa2 run --text "$(TEXT)" --seq-len 512
+
+test: lint  ## everything CI runs
+	$(BIN)/python -m pytest
+
+fast-test: lint  ## without the tests that compile many graphs
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## compiled against eager, per layer, on this CPU
+	$(BIN)/python benchmarks/layer.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=68"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
