@@ -75,33 +75,57 @@ def run_prefill(golden: Golden, model: CSA2ForCausalLM, run: Callable[..., CSA2O
     return results
 
 
-def check_prefill(golden: Golden, results: list[Prefill], key_error: float) -> None:
+def check_prefill(golden: Golden, results: list[Prefill], moved_keys: float) -> None:
     """Compare every golden prefill tensor.
 
-    key_error: allowed relative error of window keys, compressed keys and index keys (0: bit for bit).
-    float32 files: selections and candidates equal, outputs within 1e-4. bfloat16 file: the released code
-    rounds its scores to bfloat16, so selections overlap by at least 0.99 and outputs are compared, within
-    2e-2, on the queries whose selection agrees.
+    moved_keys: share of the window, compressed and index keys' elements that may lie in another FP8 or FP4
+    bin (0: bit for bit); outputs are compared on the queries that see no moved key. float32 files: selections
+    and candidates equal, outputs within 1e-4. bfloat16 file: the released code rounds its scores to bfloat16,
+    so selections overlap by at least 0.99 and outputs are compared, within 2e-2, on the queries whose
+    selection agrees.
     """
     for i, result in enumerate(results):
         expected = {k.split(".", 2)[2]: v for k, v in golden.tensors.items() if k.startswith(f"prefill.{i}.")}
         state, where = result.output.state, f"{golden.name} layer {i}"
-        assert relative_error(result.window_kv, expected["window_kv"]) <= key_error, where
+        assert share_moved(result.window_kv, expected["window_kv"]) <= moved_keys, where
         for name in ("compressed_kv", "index_keys"):
             if name in expected:
-                assert relative_error(getattr(state, name), expected[name]) <= key_error, f"{where} {name}"
-        agree = torch.ones(expected["output"].shape[:2], dtype=torch.bool)
+                assert share_moved(getattr(state, name), expected[name]) <= moved_keys, f"{where} {name}"
+        agree = ~sees_moved_key(golden, i, result)
+        assert agree.float().mean() >= (0.75 if moved_keys else 1), where
         if "topk_indices" in expected:
             assert state.topk_indices.dtype == torch.int32
             assert state.topk_indices.shape == expected["topk_indices"].shape, where
             overlap = selection_overlap(state.topk_indices, expected["topk_indices"])
-            agree = overlap == 1
-            assert overlap.mean() >= 0.99 if golden.is_bfloat16 else agree.all(), f"{where} {overlap.mean()}"
+            enough = overlap.mean() >= 0.99 if golden.is_bfloat16 else (overlap == 1).all()
+            assert enough, f"{where} {overlap.mean()}"
+            agree &= overlap == 1
         if "candidates" in expected:
             differ = (state.candidates.cpu() != expected["candidates"]).float().mean()
             assert differ <= (0.01 if golden.is_bfloat16 else 0), f"{where} {differ}"
         error = relative_error(result.output.hidden_states.cpu()[agree], expected["output"][agree])
         assert error <= (2e-2 if golden.is_bfloat16 else 1e-4), f"{where} output {error}"
+
+
+def share_moved(got: Tensor, expected: Tensor) -> float:
+    assert got.shape == expected.shape
+    return (got.cpu() != expected).double().mean().item() if got.numel() else 0.0
+
+
+def sees_moved_key(golden: Golden, layer: int, result: Prefill) -> Tensor:
+    """bool [B, S]: whether a query attends to a key that differs from the golden one in any element."""
+    moved = (result.window_kv.cpu() != golden.tensors[f"prefill.{layer}.window_kv"]).any(-1)
+    seen = torch.stack(
+        [moved[:, max(0, i + 1 - golden.cfg.sliding_window) : i + 1].any(1) for i in range(moved.shape[1])]
+    )
+    state = result.output.state
+    source = f"prefill.{golden.cfg.kv_source(layer)}.compressed_kv" if golden.cfg.compress_ratios[layer] else ""
+    if source not in golden.tensors or state.topk_indices is None or state.compressed_kv is None:
+        return seen.T
+    moved = (state.compressed_kv.cpu() != golden.tensors[source]).any(-1)
+    picks = state.topk_indices.cpu()
+    picked = moved.unsqueeze(1).expand(-1, picks.shape[1], -1).gather(2, picks.clamp(min=0).long())
+    return seen.T | (picked & (picks >= 0)).any(-1)
 
 
 def load_golden(name: str) -> Golden:

@@ -14,7 +14,7 @@ def test_eager_prefill_equals_the_released_code(name, layout):
     golden = load_golden(name)
     model = golden.model(layout)
     results = run_prefill(golden, model, lambda layer, x, state: layer(x, state))
-    check_prefill(golden, results, key_error=0.0)
+    check_prefill(golden, results, moved_keys=0.0)
 
 
 @pytest.mark.slow
@@ -25,6 +25,5 @@ def test_compiled_prefill_equals_the_released_code(name, layout):
     model = golden.model(layout)
     compiled = compile_model(model, regional=True)
     results = run_prefill(golden, model, compiled.run_block)
-    # Eager window keys, so bit for bit; the compiled compressed and index keys were bit-equal when measured
-    # (torch 2.13, AVX-512), and one value in a neighbouring FP4 bin would be about 1e-3.
-    check_prefill(golden, results, key_error=2e-3)
+    # Bit-equal when measured (torch 2.13, AVX-512); another vector width sums norms in another order.
+    check_prefill(golden, results, moved_keys=1e-3)

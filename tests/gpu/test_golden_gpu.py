@@ -5,9 +5,9 @@ from golden_files import FILES, check_prefill, load_golden, run_prefill
 
 from csa2_compiled import AttentionLayout, compile_model
 
-# The goldens were made on CPU; another order of accumulation moves a value into a neighbouring FP8 or FP4
-# bin now and then, about 1e-3 of a tensor's norm each.
-KEY_ERROR = 5e-3
+# The goldens were made on CPU. Another order of accumulation moves a value into a neighbouring bin now and
+# then: one FP8 value of a window key in one layer of one file (H200, torch 2.11), where float64 puts it too.
+MOVED_KEYS = 1e-3
 FLEX_LAYOUTS = (AttentionLayout.DENSE, AttentionLayout.SLOTS)
 
 
@@ -16,7 +16,7 @@ def test_eager_prefill_equals_the_released_code(name):
     golden = load_golden(name)
     model = golden.model(AttentionLayout.PLAIN, device="cuda")
     results = run_prefill(golden, model, lambda layer, x, state: layer(x, state))
-    check_prefill(golden, results, key_error=KEY_ERROR)
+    check_prefill(golden, results, moved_keys=MOVED_KEYS)
 
 
 @pytest.mark.parametrize("layout", FLEX_LAYOUTS)
@@ -26,4 +26,4 @@ def test_compiled_prefill_equals_the_released_code(name, layout):
     model = golden.model(layout, device="cuda")
     compiled = compile_model(model, regional=True)
     results = run_prefill(golden, model, compiled.run_block)
-    check_prefill(golden, results, key_error=KEY_ERROR)
+    check_prefill(golden, results, moved_keys=MOVED_KEYS)

@@ -1,0 +1,622 @@
+"""Every bad input and its error, eager and before compilation; the same rows as the table of docs/errors.md."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from csa2_compiled import (
+    CheckpointError,
+    CompiledModel,
+    ConfigError,
+    CSA2Attention,
+    CSA2Config,
+    CSA2ForCausalLM,
+    CSA2InputError,
+    CSA2State,
+    compile_model,
+    load_attention,
+    save_attention,
+)
+from csa2_compiled.kernel_options import forward_tiles
+from csa2_compiled.quantization import quantize_dequantize_body, row_bytes
+from csa2_compiled.tokens import lay_out_tokens
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+# Layers 0 to 8: window, window, full, reuse, reuse (ratio 2), full with candidates, reuse, reindex, reuse (ratio 1).
+CONFIG = replace(CSA2Config.tiny(), max_position_embeddings=32)
+# Layer 7 makes its own KV, and selects within the candidates of layer 5 all the same.
+SECOND_SOURCE = replace(CONFIG, kv_source_layer_ids=(2, 5, 7))
+
+
+class Setup:
+    """Modules by name, a good input and the states of the two ratios."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.modules: dict[str, nn.Module] = {
+            "window": CSA2Attention(CONFIG, 0),
+            "full, ratio 2": CSA2Attention(CONFIG, 2),
+            "reuse, ratio 2": CSA2Attention(CONFIG, 3),
+            "full": CSA2Attention(CONFIG, 5),
+            "reindex": CSA2Attention(CONFIG, 7),
+            "second full": CSA2Attention(SECOND_SOURCE, 7),
+            "model": CSA2ForCausalLM(CONFIG),
+        }
+        self.x = torch.randn(2, 8, CONFIG.hidden_size)
+        self.ids = torch.randint(0, CONFIG.vocab_size, (2, 8))
+        with torch.no_grad():
+            self.state = self.modules["full"](self.x).state  # ratio 1, with candidates
+            self.state_2 = self.modules["full, ratio 2"](self.x).state
+        self.compiled = {name: compile_model(module, passes="none") for name, module in self.modules.items()}
+        self.compiled["regional model"] = compile_model(self.modules["model"], passes="none", regional=True)
+        self.before = self.snapshot()
+
+    def snapshot(self) -> list[Tensor]:
+        tensors = [self.x, self.ids]
+        for state in (self.state, self.state_2):
+            for publication in state.publications:
+                tensors += [value for value in vars(publication).values() if isinstance(value, Tensor)]
+        for module in self.modules.values():
+            tensors += module.state_dict().values()
+        return [tensor.clone() for tensor in tensors]
+
+    def without_candidates(self) -> CSA2State:
+        return CSA2State((replace(self.state.publications[0], candidates=None),))
+
+    def short_checkpoint(self) -> Path:
+        """A file of layer 5 that lacks attn_sink."""
+        path = self.folder / "short.safetensors"
+        save_attention(self.modules["full"], path)
+        tensors = load_file(path)
+        del tensors["layers.5.attn.attn_sink"]
+        save_file(tensors, path)
+        return path
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of docs/errors.md: argument, what came, error class.
+
+    make: gives the keyword arguments of a call of the module `target`, or itself raises when that is None.
+    Target "tokens" stands for a layer and the model, which take a mask and ids alike.
+    words: all stand in the message: the argument, what came, what is allowed.
+    """
+
+    argument: str
+    came: str
+    error: type[ValueError]
+    target: str | None
+    make: Callable[[Setup], Any]
+    words: tuple[str, ...]
+
+    @property
+    def row(self) -> tuple[str, str]:
+        return self.argument, self.came
+
+    def modules(self) -> tuple[str, ...]:
+        return ("full, ratio 2", "model") if self.target == "tokens" else (str(self.target),)
+
+    def arguments(self, setup: Setup, module: str) -> dict[str, Any]:
+        given = {"input_ids": setup.ids} if module == "model" else {"x": setup.x}
+        return {**given, **self.make(setup)}
+
+
+def bad_input(argument: str, came: str, target: str, make: Callable[[Setup], Any], *words: str) -> Case:
+    return Case(argument, came, CSA2InputError, target, make, words)
+
+
+def bad_rows(argument: str, came: str, rows: Any, *words: str, **others: Any) -> Case:
+    """A bad mask or bad ids, as a tensor or as rows of integers."""
+    values = {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in others.items()}
+    values[argument.split(" and ")[0]] = rows if isinstance(rows, Tensor) else torch.tensor(rows)
+    return bad_input(argument, came, "tokens", lambda s: values, *words)
+
+
+def bad_config(field: str, came: str, changes: dict[str, Any], *words: str) -> Case:
+    return Case(field, came, ConfigError, None, lambda s: replace(CONFIG, **changes), words)
+
+
+ONES, EIGHT = [1] * 8, torch.ones(2, 8, dtype=torch.int64)
+
+X_CASES = [
+    bad_input(
+        "x",
+        "another number of dimensions",
+        "full",
+        lambda s: {"x": s.x[0]},
+        "x has shape (8, 128)",
+        "[batch, tokens, hidden_size 128]",
+    ),
+    bad_input(
+        "x",
+        "another hidden size",
+        "full",
+        lambda s: {"x": s.x[..., :64]},
+        "x has shape (2, 8, 64)",
+        "[batch, tokens, hidden_size 128]",
+    ),
+    bad_input(
+        "x",
+        "another dtype than the layer's",
+        "window",
+        lambda s: {"x": s.x.double()},
+        "x has dtype torch.float64",
+        "the layer's is torch.float32",
+    ),
+    bad_input(
+        "x",
+        "no tokens",
+        "window",
+        lambda s: {"x": s.x[:, :0]},
+        "x has 0 tokens",
+        "1 to max_position_embeddings 32",
+    ),
+    bad_input(
+        "x",
+        "more tokens than max_position_embeddings",
+        "full",
+        lambda s: {"x": s.x.repeat(1, 5, 1)},
+        "x has 40 tokens",
+        "1 to max_position_embeddings 32",
+    ),
+]
+
+STATE_CASES = [
+    bad_input(
+        "state",
+        "not a CSA2State",
+        "window",
+        lambda s: {"state": s.state.publications},
+        "state is a tuple",
+        "must be a CSA2State",
+    ),
+    bad_input(
+        "state",
+        "empty, for a layer that reads from a source",
+        "reindex",
+        lambda s: {},
+        "state holds no source of compress ratio 1",
+        "it is empty",
+        "layer 7 (reindex, compress ratio 1)",
+        "Run layer 5 first",
+    ),
+    bad_input(
+        "state",
+        "sources of other compress ratios only",
+        "reuse, ratio 2",
+        lambda s: {"state": s.state},
+        "state holds no source of compress ratio 2",
+        "it has ratio [1] only",
+        "layer 3 (reuse, compress ratio 2)",
+        "Run layer 2 first",
+    ),
+    bad_input(
+        "state",
+        "of another batch size",
+        "reindex",
+        lambda s: {"x": s.x[:1], "state": s.state},
+        "state's compressed_kv has shape (2, 8, 64)",
+        "layer 7",
+        "needs [1, 8, 64]",
+        "another batch or length",
+    ),
+    bad_input(
+        "state",
+        "of another length",
+        "reuse, ratio 2",
+        lambda s: {"x": s.x[:, :6], "state": s.state_2},
+        "state's compressed_kv has shape (2, 4, 64)",
+        "layer 3",
+        "needs [2, 3, 64]",
+        "another batch or length",
+    ),
+    bad_input(
+        "state",
+        "of a length with as many whole groups",
+        "reuse, ratio 2",
+        lambda s: {"x": torch.cat([s.x, s.x[:, :1]], dim=1), "state": s.state_2},
+        "state's topk_indices are of 8 tokens",
+        "layer 3",
+        "needs 9",
+        "another length",
+    ),
+    bad_input(
+        "state",
+        "without candidates, for a reindex layer after the candidate source",
+        "reindex",
+        lambda s: {"state": s.without_candidates()},
+        "state holds no candidates",
+        "layer 7 (reindex, compress ratio 1)",
+        "run layer 5 first",
+    ),
+    bad_input(
+        "state",
+        "without candidates, for a KV source after the candidate source",
+        "second full",
+        lambda s: {},
+        "state holds no candidates",
+        "layer 7 (full, compress ratio 1)",
+        "run layer 5 first",
+    ),
+    bad_input(
+        "state",
+        "with candidates of another length, for a KV source after the candidate source",
+        "second full",
+        lambda s: {"x": s.x[:, :7], "state": s.state},
+        "state's candidates have shape (2, 8, 8)",
+        "layer 7",
+        "needs [2, 7, 7]",
+    ),
+]
+
+MASK_CASES = [
+    bad_rows(
+        "attention_mask",
+        "another shape than [batch, tokens]",
+        EIGHT[:, :7],
+        "attention_mask has shape (2, 7)",
+        "[batch, tokens] = [2, 8]",
+    ),
+    bad_rows(
+        "attention_mask",
+        "a floating point dtype",
+        EIGHT.float(),
+        "attention_mask has dtype torch.float32",
+        "integer or bool",
+    ),
+    bad_rows(
+        "attention_mask",
+        "a value other than 0 and 1",
+        [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 2, 0, 0, 0, 0, 0]],
+        "attention_mask is 2 at row 1, token 2",
+        "1 (token) or 0 (pad)",
+    ),
+    bad_rows(
+        "attention_mask",
+        "a value other than 0 and 1, beside document_ids",
+        EIGHT * -1,
+        "attention_mask is -1 at row 0, token 0",
+        "1 (token) or 0 (pad)",
+        document_ids=EIGHT,
+    ),
+    bad_rows(
+        "attention_mask",
+        "left padding",
+        [ONES, [0, 0, 1, 1, 1, 1, 1, 1]],
+        "attention_mask has a token at row 1, index 2 after a pad",
+        "only right padding",
+    ),
+    bad_rows(
+        "attention_mask",
+        "a token after a pad",
+        [[1, 1, 1, 0, 0, 1, 0, 0], ONES],
+        "attention_mask has a token at row 0, index 5 after a pad",
+        "use document_ids",
+    ),
+    bad_input(
+        "attention_mask",
+        "given beside tokens",
+        "window",
+        lambda s: {"attention_mask": EIGHT, "tokens": lay_out_tokens(8, s.x.device)},
+        "attention_mask came besides tokens",
+        "goes without",
+    ),
+]
+
+DOCUMENT_CASES = [
+    bad_rows(
+        "document_ids",
+        "another shape than [batch, tokens]",
+        EIGHT[0],
+        "document_ids has shape (8,)",
+        "[batch, tokens] = [2, 8]",
+    ),
+    bad_rows(
+        "document_ids",
+        "a floating point dtype",
+        EIGHT.double(),
+        "document_ids has dtype torch.float64",
+        "integer or bool",
+    ),
+    bad_rows(
+        "document_ids",
+        "a negative id",
+        [ONES, [1, 1, -1, -1, 0, 0, 0, 0]],
+        "document_ids is -1 at row 1, token 2",
+        "ids are positive, 0 is a pad",
+    ),
+    bad_rows(
+        "document_ids",
+        "ids that decrease along a row",
+        [[3, 3, 0, 0, 2, 2, 2, 2], ONES],
+        "document_ids falls from 3 to 2 at row 0, token 4",
+        "must not decrease",
+    ),
+    bad_rows(
+        "document_ids",
+        "a document that goes on after a pad",
+        [ONES, [1, 1, 0, 0, 1, 1, 1, 1]],
+        "document_ids has document 1 again at row 1, token 4 after a pad",
+        "one run of tokens",
+    ),
+    bad_rows(
+        "document_ids",
+        "a start that is not aligned to the groups",
+        [ONES, [1, 1, 1, 2, 2, 2, 2, 2]],
+        "document_ids starts document 2 at row 1, token 3",
+        "a multiple of 2",
+    ),
+    bad_rows(
+        "document_ids",
+        "a row that begins with a pad",
+        [ONES, [0, 0, 1, 1, 1, 1, 1, 1]],
+        "document_ids begins row 1 with a pad",
+        "begins with a document",
+    ),
+    bad_rows(
+        "attention_mask and document_ids",
+        "a token in one that is a pad in the other",
+        [ONES, [1, 1, 1, 0, 0, 0, 0, 0]],
+        "attention_mask and document_ids disagree at row 1, token 3",
+        "mask 0, document 2",
+        "a pad is 0 in both",
+        document_ids=[[1] * 8, [1, 1, 2, 2, 0, 0, 0, 0]],
+    ),
+    bad_input(
+        "document_ids",
+        "given beside tokens",
+        "window",
+        lambda s: {"document_ids": EIGHT, "tokens": lay_out_tokens(8, s.x.device)},
+        "document_ids came besides tokens",
+        "goes without",
+    ),
+]
+
+INPUT_IDS_CASES = [
+    bad_input(
+        "input_ids",
+        "another number of dimensions",
+        "model",
+        lambda s: {"input_ids": s.ids[0]},
+        "input_ids has shape (8,)",
+        "[batch, tokens]",
+    ),
+    bad_input(
+        "input_ids",
+        "a dtype other than int64 and int32",
+        "model",
+        lambda s: {"input_ids": s.ids.float()},
+        "input_ids has shape (2, 8) and dtype torch.float32",
+        "int64 or int32",
+    ),
+    bad_input(
+        "input_ids",
+        "no tokens or no rows",
+        "model",
+        lambda s: {"input_ids": s.ids[:, :0]},
+        "input_ids has shape (2, 0)",
+        "at least one row and 1 to max_position_embeddings 32 tokens",
+    ),
+    bad_input(
+        "input_ids",
+        "more tokens than max_position_embeddings",
+        "model",
+        lambda s: {"input_ids": s.ids.repeat(1, 5)},
+        "input_ids has shape (2, 40)",
+        "1 to max_position_embeddings 32 tokens",
+    ),
+    bad_input(
+        "input_ids",
+        "an id outside of the vocabulary",
+        "model",
+        lambda s: {"input_ids": torch.tensor([[3, 256], [0, -1]])},
+        "input_ids holds -1 to 256",
+        "0 and vocab_size - 1 = 255",
+    ),
+]
+
+OTHER_CASES = [
+    Case(
+        "layer.layout",
+        "an unknown layout",
+        ValueError,
+        None,
+        lambda s: setattr(s.modules["full"], "layout", "sparse"),
+        ("layout is 'sparse'", "auto, dense, slots, plain"),
+    ),
+    Case(
+        "layer_idx",
+        "a layer that the model does not have",
+        ConfigError,
+        None,
+        lambda s: CSA2Attention(CONFIG, 9),
+        ("layer is 9", "an integer from 0 to 8"),
+    ),
+    bad_config(
+        "head_dim",
+        "not a multiple of the quantization group",
+        {"head_dim": 48},
+        "head_dim is 48",
+        "a multiple of 32",
+    ),
+    bad_config(
+        "o_groups",
+        "not a divisor of the heads",
+        {"o_groups": 3},
+        "o_groups is 3",
+        "a divisor of num_attention_heads = 4",
+    ),
+    bad_config(
+        "compress_ratios",
+        "not one ratio a layer",
+        {"num_hidden_layers": 8},
+        "compress_ratios is (0, 0, 2, 2, 2, 1, 1, 1, 1)",
+        "one ratio a layer, num_hidden_layers = 8",
+    ),
+    bad_config(
+        "kv_source_layer_ids",
+        "no source for a layer with compressed KV",
+        {"kv_source_layer_ids": (2,), "index_source_layer_ids": (2, 7), "candidate_source_layer_id": -1},
+        "kv_source_layer_ids is (2,)",
+        "one source of ratio 1 at or before layer 5",
+    ),
+    bad_config(
+        "candidate_topk_blocks",
+        "blocks that hold fewer positions than a query selects",
+        {"candidate_topk_blocks": 7},
+        "candidate_topk_blocks is 7",
+        "index_topk = 32",
+        "make 28",
+    ),
+    bad_config(
+        "candidate_source_layer_id",
+        "a source of another compress ratio than a later index source",
+        {"candidate_source_layer_id": 2},
+        "candidate_source_layer_id is 2",
+        "its own is 2, that of layer 5 is 1",
+    ),
+    Case(
+        "passes",
+        "an unknown pass",
+        ValueError,
+        None,
+        lambda s: compile_model(s.modules["model"], passes=["inline", "fuse"]),
+        ("passes names 'fuse'", "allowed are all, none, inline"),
+    ),
+    Case(
+        "regional",
+        "True for a single layer",
+        ValueError,
+        None,
+        lambda s: compile_model(s.modules["full"], regional=True),
+        ("regional=True", "needs a CSA2ForCausalLM", "model is a CSA2Attention"),
+    ),
+    Case(
+        "format_name",
+        "an unknown quantization format",
+        ValueError,
+        None,
+        lambda s: row_bytes(64, "int8"),
+        ("format_name is 'int8'", "'fp8', 'nvfp4', 'mxfp4'"),
+    ),
+    Case(
+        "x of a quantization",
+        "a last dimension of no whole groups",
+        ValueError,
+        None,
+        lambda s: quantize_dequantize_body(torch.ones(2, 40), "nvfp4"),
+        ("x.shape[-1] is 40", "nvfp4", "multiples of 16"),
+    ),
+    Case(
+        "x of a quantization",
+        "a dtype that is not floating point",
+        ValueError,
+        None,
+        lambda s: quantize_dequantize_body(torch.ones(2, 32, dtype=torch.int32), "fp8"),
+        ("x has dtype torch.int32", "torch.bfloat16, torch.float32"),
+    ),
+    Case(
+        "shared_memory",
+        "less than the smallest attention tile takes",
+        ValueError,
+        None,
+        lambda s: forward_tiles(512, 4, 64 * 1024, query_rows=64),
+        ("head_dim 512 with 4 byte elements needs 101376 bytes", "the device allows 65536"),
+    ),
+    Case(
+        "path of a checkpoint",
+        "a file without a key that the layer needs",
+        CheckpointError,
+        None,
+        lambda s: load_attention(s.modules["full"], s.short_checkpoint()),
+        ("short.safetensors", "keys of layer 5 are missing: attn_sink", "layers.5.attn.attn_sink"),
+    ),
+]
+
+INPUT_CASES = [*X_CASES, *STATE_CASES, *MASK_CASES, *DOCUMENT_CASES, *INPUT_IDS_CASES]
+CASES = [*INPUT_CASES, *OTHER_CASES]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("errors"))
+
+
+def raised_by(call: Callable[[], Any], case: Case) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        call()
+    assert type(caught.value) is case.error
+    for word in case.words:
+        assert word in str(caught.value), word
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.argument}: {case.came}")
+def test_bad_inputs_are_named_and_change_nothing(case: Case, setup: Setup) -> None:
+    if case.target is None:
+        raised_by(lambda: case.make(setup), case)
+    else:
+        for name in case.modules():
+            arguments = case.arguments(setup, name)
+            raised_by(lambda name=name, arguments=arguments: setup.modules[name](**arguments), case)
+    for tensor, before in zip(setup.snapshot(), setup.before, strict=True):
+        assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("case", INPUT_CASES, ids=lambda case: f"{case.argument}: {case.came}")
+def test_compiled_modules_check_before_they_compile(case: Case, setup: Setup) -> None:
+    for name in (*case.modules(), *(["regional model"] if "model" in case.modules() else [])):
+        compiled = setup.compiled[name]
+        arguments = case.arguments(setup, name.removeprefix("regional "))
+        raised_by(lambda compiled=compiled, arguments=arguments: compiled(**arguments), case)
+        assert compiled.compilations == 0
+
+
+def test_compiled_modules_check_what_comes_by_position(setup: Setup) -> None:
+    odd = EIGHT * 2
+    calls: dict[CompiledModel, tuple[Any, ...]] = {
+        setup.compiled["model"]: (setup.ids, odd),
+        setup.compiled["regional model"]: (setup.ids, odd),
+        setup.compiled["full"]: (setup.x, None, odd),
+    }
+    for compiled, arguments in calls.items():
+        with pytest.raises(CSA2InputError, match="attention_mask is 2"):
+            compiled(*arguments)
+        assert compiled.compilations == 0
+    with pytest.raises(CSA2InputError, match="attention_mask is 2"):
+        setup.compiled["model"].run_block(setup.modules["full"], setup.x, None, odd)
+    assert setup.compiled["model"].compilations == 0
+
+
+def test_the_table_has_these_rows() -> None:
+    lines = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    header, *rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+    assert header == ["argument", "what came", "error", "what is allowed"]
+    assert all(len(row) == 4 and all(row) for row in rows)
+    assert [(row[0], row[1]) for row in rows] == [case.row for case in CASES]
+    assert [row[2] for row in rows] == [case.error.__name__ for case in CASES]
+
+
+def test_every_error_is_a_value_error() -> None:
+    assert all(issubclass(error, ValueError) for error in (CSA2InputError, ConfigError, CheckpointError))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_is_let_through_untouched(setup: Setup, value: float) -> None:
+    x = setup.x.clone()
+    x[1, 3] = value
+    given = x.clone()
+    state = CSA2State()
+    for name in ("window", "full", "reindex"):
+        with torch.no_grad():
+            output = setup.modules[name](x, state)
+        state = output.state
+        assert output.hidden_states[0].isfinite().all()
+        assert not output.hidden_states[1, 3].isfinite().any()
+    assert torch.equal(x.nan_to_num(7.0), given.nan_to_num(7.0))
