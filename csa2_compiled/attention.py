@@ -156,7 +156,8 @@ class CSA2Attention(nn.Module):
         shape = (1, num_tokens, cfg.num_attention_heads, cfg.head_dim)
         q = torch.empty(shape, dtype=self.wq_a.weight.dtype, device="meta")
         compressed = num_tokens // self.ratio if self.ratio else 0
-        return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, compiling=True)
+        device_type = self.wq_a.weight.device.type
+        return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, True, device_type)
 
     def _publish(self, x: Tensor, q_latent: Tensor, rotations: Tensor, state: CSA2State, tokens: Tokens) -> CSA2State:
         before = state.of_ratio(self.ratio)

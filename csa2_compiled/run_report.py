@@ -408,6 +408,7 @@ class _KindObserver:
             num_compressed=num_tokens // attn.ratio if attn.ratio else 0,
             topk=attn.cfg.index_topk if attn.ratio else 0,
             window=attn.cfg.sliding_window,
+            device_type=attn.wq_a.weight.device.type,
         )
         return KindReport(
             name=kind_name(attn),

@@ -26,10 +26,11 @@ def layout_for(
     window: int,
     requested: AttentionLayout,
     compiling: bool | None = None,
+    device_type: str | None = None,
 ) -> LayoutChoice:
     """The layout that serves a call with q [B, S, H, D]; see `csa2_compiled.masks.choose_layout`.
 
-    compiling: None asks whether a compiler is looking now.
+    compiling: None asks whether a compiler is looking now. device_type: None is q's.
     """
     return masks.choose_layout(
         requested,
@@ -37,6 +38,7 @@ def layout_for(
         num_compressed=num_compressed,
         topk=topk,
         window=window,
+        device_type=q.device.type if device_type is None else device_type,
         needs_gradient=torch.is_grad_enabled() and q.requires_grad,
         flex_takes_dtype=q.dtype in _FLEX_DTYPES,
         compiling=torch.compiler.is_compiling() if compiling is None else compiling,

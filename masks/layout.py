@@ -12,8 +12,9 @@ every causal block), so the dense layout is charged for every causal key:
     dense:  window + key_block + num_compressed / 2
     slots:  1 + window + min(topk, num_compressed), rounded up to key_block, times SLOTS_PER_DENSE_PAIR
 
-SLOTS_PER_DENSE_PAIR is the price of gathering. Measured on one H200 (DESIGN figures: dense 10.7 ms for
-2304 pairs a query, slots 3.6 ms for 704) it is 1.1.
+SLOTS_PER_DENSE_PAIR is the price of gathering: 1.1 on one H200 (attention core at released shapes, 4096
+tokens: dense 10.7 ms for 2304 pairs a query, slots 3.6 ms for 704), 2.3 on a CPU (the demo model's window and
+full layers, 512 tokens, one thread, both layouts).
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from enum import Enum
 
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-SLOTS_PER_DENSE_PAIR = 1.1
+SLOTS_PER_DENSE_PAIR = {"cuda": 1.1, "cpu": 2.3}
 KEY_BLOCK = 128
 
 
@@ -42,11 +43,11 @@ class LayoutChoice:
     reason: str
 
 
-def pairs_per_query(num_compressed: int, topk: int, window: int) -> tuple[float, float]:
+def pairs_per_query(num_compressed: int, topk: int, window: int, device_type: str = "cuda") -> tuple[float, float]:
     """Pairs a query evaluates (dense, slots), the slots weighted by the price of gathering."""
     dense = window + KEY_BLOCK + num_compressed / 2
     slots = -(-(1 + window + min(topk, num_compressed)) // KEY_BLOCK) * KEY_BLOCK
-    return dense, slots * SLOTS_PER_DENSE_PAIR
+    return dense, slots * SLOTS_PER_DENSE_PAIR.get(device_type, SLOTS_PER_DENSE_PAIR["cuda"])
 
 
 def choose_layout(
@@ -55,6 +56,7 @@ def choose_layout(
     num_compressed: int,
     topk: int,
     window: int,
+    device_type: str = "cuda",
     needs_gradient: bool = False,
     flex_takes_dtype: bool = True,
     compiling: bool = True,
@@ -77,7 +79,7 @@ def choose_layout(
         return LayoutChoice(AttentionLayout.PLAIN, "eager: FlexAttention would evaluate every pair")
     if not all(has_static_value(size) for size in (num_tokens, num_compressed)):
         return LayoutChoice(AttentionLayout.SLOTS, "dynamic length: one graph serves every length")
-    dense, slots = pairs_per_query(num_compressed, topk, window)
+    dense, slots = pairs_per_query(num_compressed, topk, window, device_type)
     if dense <= slots:
         return LayoutChoice(AttentionLayout.DENSE, f"{dense:.0f} pairs a query against {slots:.0f} in slots")
     return LayoutChoice(AttentionLayout.SLOTS, f"{slots:.0f} pairs a query against {dense:.0f} in dense")

@@ -71,7 +71,7 @@ def test_released_shapes(num_compressed, topk, layout):
 def test_threshold_of_the_cost_model(window, topk):
     """The first number of compressed positions from which dense costs more than slots, and the one before."""
     slot_blocks = -(-(1 + window + topk) // KEY_BLOCK)
-    slots = slot_blocks * KEY_BLOCK * SLOTS_PER_DENSE_PAIR
+    slots = slot_blocks * KEY_BLOCK * SLOTS_PER_DENSE_PAIR["cuda"]
     over = next(t for t in range(topk, 8192) if window + KEY_BLOCK + t / 2 > slots)
     assert pairs_per_query(over, topk, window) == (window + KEY_BLOCK + over / 2, slots)
 
