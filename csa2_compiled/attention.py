@@ -100,6 +100,7 @@ class CSA2Attention(nn.Module):
             None if read is None else read.topk_indices,
             self.attn_sink,
             self.cfg.sliding_window,
+            self.cfg.index_topk,
             tokens.starts,
             self.choose_layout(q, 0 if read is None else read.compressed_kv.shape[1]).layout,
         )

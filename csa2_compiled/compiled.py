@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,7 @@ from csa2_compiled.state import CSA2Output
 
 # The passes in the order they run; inlining takes what the others left.
 PASS_ORDER = ("inline",)
+_NUMBERS = count()  # one a compiled model
 _RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
 # Inductor cannot fuse the complex product of the plain body; these have its bits on their device.
 _DEVICE_BODIES: dict[tuple[torch._ops.OpOverload, str], Callable[..., Tensor]] = {
@@ -47,21 +49,17 @@ class CompiledModel(nn.Module):
         self.compilations = 0  # graphs compiled by calls of this object
         self.cache_hits = 0  # those of them that a cache served
         self._kwargs = {"fullgraph": True, **kwargs}
+        self._number = next(_NUMBERS)
         self._regions: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._compiled = None if regional else self._compile(module)
+        self._whole = None if regional else self._compile(self._region((type(module).__name__,)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward; inputs are checked before the graph runs."""
         if isinstance(self.module, CSA2ForCausalLM | CSA2Attention):
             self.module.check_inputs(*args, **{k: v for k, v in kwargs.items() if k != "run_block"})
-        graphs, hits = graphs_compiled(), graph_cache_hits()
-        try:
-            if self._compiled is None:
-                return self.module(*args, run_block=self.run_block, **kwargs)
-            return self._compiled(*args, **kwargs)
-        finally:
-            self.compilations += graphs_compiled() - graphs
-            self.cache_hits += graph_cache_hits() - hits
+        if self._whole is None:
+            return self.module(*args, run_block=self.run_block, **kwargs)
+        return self._whole(self.module, *args, **kwargs)
 
     def run_block(self, block: CSA2Block | CSA2Attention, *args: Any, **kwargs: Any) -> CSA2Output:
         """Run one block, or one attention layer, through the compiled region that serves all of its kind."""
@@ -69,16 +67,33 @@ class CompiledModel(nn.Module):
             block.check_inputs(*args, **kwargs)
         kind = (type(block).__name__, *block.kind)
         if kind not in self._regions:
-            self._regions[kind] = self._compile(_region(kind))
+            self._regions[kind] = self._compile(self._region(kind))
         return self._regions[kind](block, *args, **kwargs)
 
     def explain(self) -> str:
         """What each pass did to this model, and why it left the rest."""
         return self.manager.explain()
 
+    def _region(self, kind: tuple[Any, ...]) -> Callable[..., Any]:
+        # Dynamo keeps its cache, and what it has learnt about dynamic sizes, by code object: one a kind here,
+        # so that neither kinds nor models learn from each other.
+        name = "_".join(str(part) for part in (*kind, self._number))
+        code = _run_region.__code__.replace(co_name=name)
+        return FunctionType(code, globals(), name)
+
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         passes = graph_pass(self.manager, self.manager.uuid)
-        return compile_with(function, passes, _RECOMPILE_LIMIT, **self._kwargs)
+        compiled = compile_with(function, passes, _RECOMPILE_LIMIT, **self._kwargs)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            graphs, hits = graphs_compiled(), graph_cache_hits()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self.compilations += graphs_compiled() - graphs
+                self.cache_hits += graph_cache_hits() - hits
+
+        return counted
 
 
 def compile_model(
@@ -123,12 +138,5 @@ def _source_files() -> list[Path]:
     return [path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")]
 
 
-def _run_region(block: nn.Module, *args: Any, **kwargs: Any) -> CSA2Output:
-    return block(*args, **kwargs)
-
-
-def _region(kind: tuple[Any, ...]) -> Callable[..., CSA2Output]:
-    # Dynamo keeps its cache, and what it has learnt about dynamic sizes, by code object: one a kind.
-    name = "_".join(str(part) for part in kind)
-    code = _run_region.__code__.replace(co_name=name)
-    return FunctionType(code, globals(), name)
+def _run_region(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)

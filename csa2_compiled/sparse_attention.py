@@ -4,10 +4,13 @@ Written with FlexAttention in two exact layouts, and once as plain matrix produc
 (see `csa2_compiled.masks.layout`).
 """
 
+from operator import index
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
 
 from csa2_compiled import masks, ops
@@ -52,6 +55,7 @@ def sparse_attention(
     topk_indices: Tensor | None,
     sink: Tensor,
     window: int,
+    topk: int,
     starts: Tensor | None,
     layout: AttentionLayout,
 ) -> Tensor:
@@ -59,12 +63,16 @@ def sparse_attention(
 
     q: [B, S, H, D]; window_kv: [B, S, D], keys and values at once; compressed_kv: [B, T, D] and
     topk_indices: int32 [B, S, K], -1 where absent, or None for a window layer; sink: float32 [H];
-    starts: see `Tokens`. Logits are q . k / sqrt(D). Returns [B, S, H, D] in q's dtype.
+    topk: K at most; starts: see `Tokens`. Logits are q . k / sqrt(D). Returns [B, S, H, D] in q's dtype.
     """
     if compressed_kv is None or topk_indices is None:
         keys, topk_indices = window_kv, None
     else:
         keys = torch.cat([window_kv, compressed_kv], dim=1)
+        if layout is AttentionLayout.SLOTS and not has_static_value(topk_indices.shape[-1]):
+            # A symbolic number of slots would be the stride of a captured mask, which Inductor's CPU template
+            # garbles when one symbol's name begins with another's (torch 2.13); padded, it is a constant.
+            topk_indices = F.pad(topk_indices, (0, topk - topk_indices.shape[-1]), value=-1)
     recent = masks.window_indices(q.shape[1], window, q.device, starts).expand(q.shape[0], -1, -1)
     visible = visible_keys(recent, topk_indices)
     if layout is AttentionLayout.DENSE:
@@ -140,8 +148,9 @@ def _attend_dense(
     window: int,
     starts: Tensor | None,
 ) -> Tensor:
-    batch, tokens, _, dim = q.shape
-    sink_key = keys.shape[1]
+    batch, _, _, dim = q.shape
+    # Sizes that the mods capture must be numbers: index() makes a symbolic length one, and a graph a length.
+    tokens, sink_key = index(q.shape[1]), index(keys.shape[1])
     # The sink's key is zeros: as a value it must add nothing.
     all_keys = masks.own_buffer(torch.cat([keys, keys.new_zeros(batch, 1, dim)], dim=1).unsqueeze(1))
     attended = flex_attention(

@@ -1,6 +1,7 @@
 """The released code's outputs, eager and compiled, in every layout, through the public layer."""
 
 import pytest
+import torch
 from golden_files import FILES, check_prefill, load_golden, run_prefill
 
 from csa2_compiled import AttentionLayout, compile_model
@@ -13,8 +14,13 @@ FLEX_LAYOUTS = (AttentionLayout.DENSE, AttentionLayout.SLOTS)
 def test_eager_prefill_equals_the_released_code(name, layout):
     golden = load_golden(name)
     model = golden.model(layout)
-    results = run_prefill(golden, model, lambda layer, x, state: layer(x, state))
+    results = run_prefill(golden, model)
     check_prefill(golden, results, moved_keys=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ FLEX_LAYOUTS = (AttentionLayout.DENSE, AttentionLayout.SLOTS)
 def test_eager_prefill_equals_the_released_code(name):
     golden = load_golden(name)
     model = golden.model(AttentionLayout.PLAIN, device="cuda")
-    results = run_prefill(golden, model, lambda layer, x, state: layer(x, state))
+    results = run_prefill(golden, model)
     check_prefill(golden, results, moved_keys=MOVED_KEYS)
 
 

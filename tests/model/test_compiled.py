@@ -128,6 +128,23 @@ def test_one_dynamic_graph_serves_every_length():
     assert compiled.compilations <= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "graphs"), [("dense", 3), ("slots", 2)])
+def test_explicit_layouts_serve_changing_lengths(layout, graphs):
+    # Dense makes a graph a length; slots turns dynamic at the second length (also where T is below K).
+    torch._dynamo.reset()
+    model = make_model(layout)
+    full, reuse = model.layers[2].attn, model.layers[3].attn
+    compiled = compile_model(model, regional=True)
+    with torch.no_grad():
+        for tokens in (20, 50, 219):
+            x = torch.randn(1, tokens, CONFIG.hidden_size)
+            state = full(x).state
+            got = compiled.run_block(reuse, x, state).hidden_states
+            assert relative_error(got, reuse(x, state).hidden_states) < 1e-5, tokens  # 3e-7 measured
+    assert compiled.compilations == graphs
+
+
 _CACHE_SCRIPT = """
 import json, torch
 from csa2_compiled import CSA2Attention, CSA2Config, compile_model
