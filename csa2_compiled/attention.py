@@ -1,5 +1,6 @@
 """One CSA2 attention layer, for all four roles."""
 
+from operator import index
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class CSA2Attention(nn.Module):
         if tokens is None:
             tokens = lay_out_tokens(x.shape[1], x.device, attention_mask, document_ids)
 
+        if self._layout is AttentionLayout.DENSE:
+            _make_sizes_static(x, state)
         rotations = self.rotary(tokens.positions)
         q_latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(q_latent).unflatten(-1, (self.cfg.num_attention_heads, self.cfg.head_dim))
@@ -250,3 +253,10 @@ class CSA2Attention(nn.Module):
     def _name(self) -> str:
         # Called for errors only: reading layer_idx in a compiled region would compile it once a layer.
         return f"layer {self.layer_idx} ({self.role.value}, compress ratio {self.ratio})"
+
+
+def _make_sizes_static(x: Tensor, state: CSA2State) -> None:
+    """Turn symbolic sizes into numbers before anything is traced: dense masks capture them, so a graph a length."""
+    for tensor in (x, *(t for p in state.publications for t in (p.compressed_kv, p.index_keys, p.topk_indices))):
+        for size in tensor.shape:
+            index(size)

@@ -4,7 +4,6 @@ Written with FlexAttention in two exact layouts, and once as plain matrix produc
 (see `csa2_compiled.masks.layout`).
 """
 
-from operator import index
 from typing import Any
 
 import torch
@@ -149,8 +148,7 @@ def _attend_dense(
     starts: Tensor | None,
 ) -> Tensor:
     batch, _, _, dim = q.shape
-    # Sizes that the mods capture must be numbers: index() makes a symbolic length one, and a graph a length.
-    tokens, sink_key = index(q.shape[1]), index(keys.shape[1])
+    tokens, sink_key = q.shape[1], keys.shape[1]
     # The sink's key is zeros: as a value it must add nothing.
     all_keys = masks.own_buffer(torch.cat([keys, keys.new_zeros(batch, 1, dim)], dim=1).unsqueeze(1))
     attended = flex_attention(
