@@ -2,6 +2,7 @@
 
     python benchmarks/layer.py                      # the demo model's layers, on CPU
     python benchmarks/layer.py --device cuda        # released shapes, bfloat16, one GPU
+    python benchmarks/layer.py --show benchmarks/results/h200-layer-4096.json
 
 Prints a table and writes benchmarks/results/<name>.json. All times of a row come from one run, interleaved.
 """
@@ -62,8 +63,13 @@ def main(
     passes: Annotated[str, typer.Option(help="pass sets to compare, separated by spaces")] = "none all",
     repeats: Annotated[int, typer.Option(help="timed runs of each")] = 20,
     output: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
+    show: Annotated[Path | None, typer.Option(help="print the table of an earlier run's JSON, run nothing")] = None,
 ) -> None:
     """Time every role's layer, eager and compiled."""
+    if show is not None:
+        result = json.loads(show.read_text())
+        print_table(result["title"], [Row(**row) for row in result["rows"]])
+        return
     place = torch.device(device)
     released = place.type == "cuda"
     tokens = seq_len or (4096 if released else 512)
@@ -79,11 +85,11 @@ def main(
     ]
     shapes = "released shapes" if released else "tiny preset"
     title = f"{shapes}, {dtype}, batch 1, {tokens} tokens"
-    result: dict[str, Any] = {**provenance(place), "title": title, "rows": [asdict(row) for row in rows]}
+    result = {**provenance(place), "title": title, "rows": [asdict(row) for row in rows]}
     kind = result["device"].split()[-1].lower() if released else "cpu"
     path = output or REPOSITORY / "benchmarks" / "results" / f"{kind}-layer-{tokens}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    show(title, rows, pass_sets)
+    print_table(title, rows)
     print(f"written to {path}")
 
 
@@ -159,14 +165,14 @@ def compare(expected: CSA2Output, got: CSA2Output) -> tuple[float, float]:
     return ((left - right).norm() / right.norm()).item(), agree.double().mean().item()
 
 
-def show(title: str, rows: list[Row], pass_sets: list[str]) -> None:
+def print_table(title: str, rows: list[Row]) -> None:
     table = Table(title=title)
     names = list(rows[0].milliseconds)
     for heading in ("layer", "layout", *(f"{name}, ms" for name in names), "speed-up", "projections, ms"):
         table.add_column(heading, justify="left" if heading in ("layer", "layout") else "right")
     for heading in ("error", "equal selections", "peak GiB", "compile s"):
         table.add_column(heading, justify="right")
-    last = pass_sets[-1]
+    last = list(rows[0].compile_seconds)[-1]
     for row in rows:
         times = [row.milliseconds[name] for name in names]
         peak = row.peak_gib[names[-1]]
