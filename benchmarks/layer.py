@@ -106,7 +106,7 @@ def measure(
     repeats: int,
 ) -> Row:
     torch.manual_seed(layer_idx)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     layer = CSA2Attention(cfg, layer_idx, dtype=dtype, device=device).eval()
     x = torch.randn(1, tokens, cfg.hidden_size, dtype=dtype, device=device)
     state = CSA2State()

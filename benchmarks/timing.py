@@ -66,8 +66,16 @@ def provenance(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("CSA2_COMMIT") or _commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_without_output(sys.argv)]),
     }
+
+
+def _without_output(arguments: list[str]) -> list[str]:
+    # Where the JSON went is nobody's business.
+    if "--output" not in arguments:
+        return arguments
+    at = arguments.index("--output")
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def _commit() -> str:

@@ -62,6 +62,7 @@ class CSA2Attention(nn.Module):
             self.compressor = Compressor(cfg, self.ratio, dtype, device)
         if self.role in (LayerRole.FULL, LayerRole.REINDEX):
             self.indexer = Indexer(cfg, self.role is LayerRole.FULL, dtype, device)
+            self.indexer.requires_grad_(False)  # a hard selection gives it no gradient
 
     def forward(
         self,
@@ -96,16 +97,21 @@ class CSA2Attention(nn.Module):
         state = self._publish(x, q_latent, rotations, state, tokens)
 
         read = state.of_ratio(self.ratio)
+        compressed_kv = None if read is None else read.compressed_kv
+        inputs = (q, window_kv, self.attn_sink, *(() if compressed_kv is None else (compressed_kv,)))
+        choice = self.choose_layout(
+            q, 0 if compressed_kv is None else compressed_kv.shape[1], any(t.requires_grad for t in inputs)
+        )
         attended = sparse_attention(
             q,
             window_kv,
-            None if read is None else read.compressed_kv,
+            compressed_kv,
             None if read is None else read.topk_indices,
             self.attn_sink,
             self.cfg.sliding_window,
             self.cfg.index_topk,
             tokens.starts,
-            self.choose_layout(q, 0 if read is None else read.compressed_kv.shape[1]).layout,
+            choice.layout,
         )
         return CSA2Output(self._project_output(attended, rotations, tokens), state)
 
@@ -149,10 +155,13 @@ class CSA2Attention(nn.Module):
         kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotations, False)
         return ops.quantize_dequantize(kv, "fp8")
 
-    def choose_layout(self, q: Tensor, num_compressed: int) -> LayoutChoice:
-        """The layout this layer takes for q [B, S, H, D] and T compressed positions, with the reason."""
+    def choose_layout(self, q: Tensor, num_compressed: int, trains: bool = False) -> LayoutChoice:
+        """The layout this layer takes for q [B, S, H, D] and T compressed positions, with the reason.
+
+        trains: whether any input of the attention core requires a gradient.
+        """
         topk = self.cfg.index_topk if self.ratio else 0
-        return layout_for(q, num_compressed, topk, self.cfg.sliding_window, self.layout)
+        return layout_for(q, num_compressed, topk, self.cfg.sliding_window, self.layout, trains)
 
     def compiled_layout(self, num_tokens: int) -> LayoutChoice:
         """The layout a compiled call over `num_tokens` tokens takes without gradients; runs nothing."""
@@ -161,7 +170,7 @@ class CSA2Attention(nn.Module):
         q = torch.empty(shape, dtype=self.wq_a.weight.dtype, device="meta")
         compressed = num_tokens // self.ratio if self.ratio else 0
         device_type = self.wq_a.weight.device.type
-        return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, True, device_type)
+        return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, compiling=True, device_type=device_type)
 
     def _publish(self, x: Tensor, q_latent: Tensor, rotations: Tensor, state: CSA2State, tokens: Tokens) -> CSA2State:
         before = state.of_ratio(self.ratio)
@@ -226,6 +235,11 @@ class CSA2Attention(nn.Module):
                 f"{self.cfg.kv_source(self.layer_idx)} first and pass its state on"
             )
         expected = (x.shape[0], x.shape[1] // self.ratio, self.cfg.head_dim)
+        if read.compressed_kv.dtype != x.dtype or read.compressed_kv.device != x.device:
+            raise CSA2InputError(
+                f"state's compressed_kv is {read.compressed_kv.dtype} on {read.compressed_kv.device}; x is {x.dtype} "
+                f"on {x.device}, and both must be alike"
+            )
         if tuple(read.compressed_kv.shape) != expected:
             raise CSA2InputError(
                 f"state's compressed_kv has shape {tuple(read.compressed_kv.shape)}; {self._name()} needs "

@@ -55,10 +55,10 @@ class CompiledModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward; inputs are checked before the graph runs."""
-        if isinstance(self.module, CSA2ForCausalLM | CSA2Attention):
-            self.module.check_inputs(*args, **{k: v for k, v in kwargs.items() if k != "run_block"})
         if self._whole is None:
-            return self.module(*args, run_block=self.run_block, **kwargs)
+            return self.module(*args, run_block=self.run_block, **kwargs)  # which checks
+        if isinstance(self.module, CSA2ForCausalLM | CSA2Attention):
+            self.module.check_inputs(*args, **kwargs)
         return self._whole(self.module, *args, **kwargs)
 
     def run_block(self, block: CSA2Block | CSA2Attention, *args: Any, **kwargs: Any) -> CSA2Output:
@@ -104,10 +104,14 @@ def compile_model(
     passes: "all", "none" (named ops stay single calls), one pass name or several. regional: compile each
     kind of block once and reuse it for all blocks of that kind, instead of one graph for the whole model.
     kwargs go to torch.compile (``fullgraph=True`` unless given). Compilation happens at the first call.
-    Raises ValueError for an unknown pass or a module that has no blocks to compile regionally, and
-    UnknownTorchVersionError on a torch whose internals are not known.
+    Raises TypeError for another module, ValueError for an unknown pass, another backend or a module that has no
+    blocks to compile regionally, and UnknownTorchVersionError on a torch whose internals are not known.
     """
     require_known_torch()
+    if not isinstance(model, CSA2ForCausalLM | CSA2Attention):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a CSA2ForCausalLM or a CSA2Attention")
+    if kwargs.get("backend", "inductor") != "inductor":
+        raise ValueError(f"backend is {kwargs['backend']!r}; the passes are Inductor's, so it must be 'inductor'")
     if regional and not isinstance(model, CSA2ForCausalLM):
         raise ValueError(f"regional=True needs a CSA2ForCausalLM; model is a {type(model).__name__}")
     register_own_buffer_lowering()

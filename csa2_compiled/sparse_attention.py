@@ -16,6 +16,7 @@ from csa2_compiled import masks, ops
 from csa2_compiled.kernel_options import forward_tiles, shared_memory_per_block
 from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
+from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES
 
 SLOT_KEY_BLOCK = 64  # a narrower block wastes less of the last one
 _FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,12 +28,14 @@ def layout_for(
     topk: int,
     window: int,
     requested: AttentionLayout,
+    trains: bool = False,
     compiling: bool | None = None,
     device_type: str | None = None,
 ) -> LayoutChoice:
     """The layout that serves a call with q [B, S, H, D]; see `csa2_compiled.masks.choose_layout`.
 
-    compiling: None asks whether a compiler is looking now. device_type: None is q's.
+    trains: whether any input of the core requires a gradient. compiling: None asks whether a compiler is
+    looking now. device_type: None is q's.
     """
     return masks.choose_layout(
         requested,
@@ -41,7 +44,7 @@ def layout_for(
         topk=topk,
         window=window,
         device_type=q.device.type if device_type is None else device_type,
-        needs_gradient=torch.is_grad_enabled() and q.requires_grad,
+        needs_gradient=torch.is_grad_enabled() and trains,
         flex_takes_dtype=q.dtype in _FLEX_DTYPES,
         compiling=torch.compiler.is_compiling() if compiling is None else compiling,
     )
@@ -133,7 +136,7 @@ def slot_block_mask(slots: Tensor, heads: int) -> BlockMask:
         masks.generate_slot_mask(filled),
         num_queries=heads,
         num_keys=num_slots,
-        query_block=KEY_BLOCK,
+        query_block=-(-heads // KEY_BLOCK) * KEY_BLOCK,  # all heads in one block
         key_block=SLOT_KEY_BLOCK,
     )
 
@@ -154,7 +157,7 @@ def _attend_dense(
     attended = flex_attention(
         masks.own_buffer(q.transpose(1, 2)),
         all_keys,
-        all_keys,
+        _as_values(all_keys),
         score_mod=masks.generate_sink_score(masks.own_buffer(sink), sink_key),
         block_mask=dense_block_mask(visible, topk_indices, sink_key - tokens, window, starts),
         scale=dim**-0.5,
@@ -172,7 +175,7 @@ def _attend_slots(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Ten
     attended = flex_attention(
         masks.own_buffer(q.reshape(rows, 1, heads, dim)),
         gathered,
-        gathered,
+        _as_values(gathered),
         score_mod=masks.generate_sink_score(masks.own_buffer(sink), 0, heads_are_rows=True),
         block_mask=slot_block_mask(slots, heads),
         scale=dim**-0.5,
@@ -189,6 +192,11 @@ def _attend_plain(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Ten
     sink_logit = sink.to(wide).view(1, 1, -1, 1).expand(*logits.shape[:3], 1)
     probabilities = torch.cat([sink_logit, logits], dim=-1).softmax(dim=-1)[..., 1:]
     return torch.matmul(probabilities, gathered).to(q.dtype)
+
+
+def _as_values(keys: Tensor) -> Tensor:
+    # K = V, one buffer wherever FlexAttention takes one.
+    return masks.own_buffer(keys, copy=1) if FLEX_CPU_NEEDS_OWN_VALUES and keys.device.type == "cpu" else keys
 
 
 def with_sink_slot(visible: Tensor) -> Tensor:

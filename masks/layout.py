@@ -72,7 +72,7 @@ def choose_layout(
     if requested is not AttentionLayout.AUTO:
         return LayoutChoice(requested, "requested")
     if needs_gradient:
-        return LayoutChoice(AttentionLayout.PLAIN, "gradients: FlexAttention has no backward on CPU")
+        return LayoutChoice(AttentionLayout.PLAIN, "gradients go through plain products")
     if not flex_takes_dtype:
         return LayoutChoice(AttentionLayout.PLAIN, "FlexAttention does not take this dtype")
     if not compiling:

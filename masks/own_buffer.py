@@ -12,18 +12,21 @@ from torch import Tensor
 
 
 @torch.library.custom_op("csa2::own_buffer", mutates_args=())
-def own_buffer_op(x: Tensor) -> Tensor:
+def own_buffer_op(x: Tensor, copy: int = 0) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @own_buffer_op.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, copy: int = 0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-own_buffer_op.register_autograd(lambda ctx, grad: grad)
+own_buffer_op.register_autograd(lambda ctx, grad: (grad, None))
 
 
-def own_buffer(x: Tensor) -> Tensor:
-    """Return x, in a contiguous buffer of its own when a compiler is looking (any shape and dtype)."""
-    return own_buffer_op(x) if torch.compiler.is_compiling() else x
+def own_buffer(x: Tensor, copy: int = 0) -> Tensor:
+    """Return x, in a contiguous buffer of its own when a compiler is looking (any shape and dtype).
+
+    copy: another number is another buffer, where one graph needs the same values twice.
+    """
+    return own_buffer_op(x, copy) if torch.compiler.is_compiling() else x

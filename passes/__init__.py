@@ -1,6 +1,6 @@
 """Compiler passes over graphs that hold CSA2's named ops.
 
-Imported as ``csa2_compiled.passes``. A file a pass; `inductor` is the one file that touches private APIs.
+Imported as ``csa2_compiled.passes``. A file a pass; `inductor` is the one file that touches Inductor.
 """
 
 from csa2_compiled.passes.inductor import UnknownTorchVersionError

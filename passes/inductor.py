@@ -1,4 +1,4 @@
-"""Every private PyTorch API that this project touches, in one place.
+"""The private Dynamo and Inductor APIs that this project touches, in one place.
 
 Written against torch 2.11 and 2.13 and tried on 2.14; another version is refused when something is
 compiled, not when the package is imported, because eager use needs nothing of this.
@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-KNOWN_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
+KNOWN_VERSIONS = ("2.11", "2.13", "2.14")
+
+# FlexAttention on CPU refuses K and V in one buffer there.
+FLEX_CPU_NEEDS_OWN_VALUES = torch.__version__.startswith("2.11.")
 
 
 class UnknownTorchVersionError(RuntimeError):
@@ -72,7 +75,7 @@ def register_own_buffer_lowering() -> None:
         return
 
     @register_lowering(target, type_promotion_kind=None)
-    def own_buffer(x: Any) -> Any:
+    def own_buffer(x: Any, copy: int = 0) -> Any:
         # A layout that stays flexible may still become its producer's, after the template has read it.
         return ExternKernel.require_contiguous(clone(x))
 
@@ -90,6 +93,8 @@ def compile_with(
         from torch._inductor import list_mode_options
 
         options = {**list_mode_options(mode, kwargs.get("dynamic")), **options}
+    if "post_grad_custom_pre_pass" in options:
+        raise ValueError("options has post_grad_custom_pre_pass, which holds this project's pass manager; leave it out")
     options["post_grad_custom_pre_pass"] = manager_pass
     # Round to bfloat16 wherever the eager code does: quantization comes next, and would land elsewhere.
     options.setdefault("emulate_precision_casts", True)
@@ -127,8 +132,9 @@ def without_autograd_cache() -> AbstractContextManager[None]:
 def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor would call, or None when it finds none that runs."""
     from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         return get_cpp_compiler()
-    except RuntimeError:  # InvalidCxxCompiler
+    except InvalidCxxCompiler:
         return None

@@ -1,7 +1,11 @@
 """Session-wide settings of the tests."""
 
+from pathlib import Path
+
 import pytest
 import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -12,6 +16,6 @@ def _one_thread():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "/gpu/" in item.path.as_posix():
+        if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))

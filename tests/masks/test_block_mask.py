@@ -331,3 +331,10 @@ def test_no_tensor_of_queries_times_keys(form):
     assert made_from_mask.numel >= tokens * case.compressed, "the recorder misses what a full mask takes"
     assert dense.sparsity() > 0
     assert slots.seq_lengths == (HEADS, 1 + window + topk)
+
+
+@pytest.mark.parametrize("heads", [4, 128, 129, 256])
+def test_slots_keep_all_heads_in_one_query_block(heads):
+    block_mask = slot_block_mask(torch.zeros(1, 3, 65, dtype=torch.int32), heads)
+    assert block_mask.BLOCK_SIZE[0] >= heads
+    assert block_mask.kv_num_blocks.shape == (3, 1, 1)

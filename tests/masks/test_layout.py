@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from csa2_compiled import CSA2Attention, CSA2Config
 from csa2_compiled.masks import AttentionLayout, LayoutChoice, choose_layout
 from csa2_compiled.masks.layout import KEY_BLOCK, SLOTS_PER_DENSE_PAIR, pairs_per_query
 from csa2_compiled.sparse_attention import layout_for
@@ -164,10 +165,22 @@ def test_an_eager_call_runs_plain(dtype):
 
 
 def test_gradients_are_seen_only_where_they_are_recorded():
-    q = shape_of(torch.float32, requires_grad=True)
-    assert "gradient" in layout_for(q, 4096, 512, 128, AUTO).reason
+    q = shape_of(torch.float32)
+    assert "gradient" in layout_for(q, 4096, 512, 128, AUTO, trains=True).reason
     with torch.no_grad():
-        assert "eager" in layout_for(q, 4096, 512, 128, AUTO).reason
+        assert "eager" in layout_for(q, 4096, 512, 128, AUTO, trains=True).reason
+
+
+@pytest.mark.parametrize("trained", ["wq_b", "wkv", "attn_sink"])
+def test_a_layer_trained_in_part_takes_the_plain_layout(trained, monkeypatch):
+    layer = CSA2Attention(CSA2Config.tiny(), 0)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    reasons = []
+    choose = layer.choose_layout
+    monkeypatch.setattr(layer, "choose_layout", lambda *a: reasons.append(choose(*a).reason) or choose(*a))
+    layer(torch.randn(1, 8, 128)).hidden_states.sum().backward()
+    assert "gradients" in reasons[0]
 
 
 def test_layouts_are_named_by_strings():

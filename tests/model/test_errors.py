@@ -108,6 +108,11 @@ class Case:
         return {**given, **self.make(setup)}
 
 
+def _in_bfloat16(state: CSA2State) -> CSA2State:
+    publications = (replace(p, compressed_kv=p.compressed_kv.bfloat16()) for p in state.publications)
+    return CSA2State(tuple(publications))
+
+
 def bad_input(argument: str, came: str, target: str, make: Callable[[Setup], Any], *words: str) -> Case:
     return Case(argument, came, CSA2InputError, target, make, words)
 
@@ -206,6 +211,15 @@ STATE_CASES = [
         "layer 7",
         "needs [1, 8, 64]",
         "another batch or length",
+    ),
+    bad_input(
+        "state",
+        "of another dtype or device",
+        "reuse, ratio 2",
+        lambda s: {"x": s.x, "state": _in_bfloat16(s.state_2)},
+        "state's compressed_kv is torch.bfloat16",
+        "x is torch.float32",
+        "both must be alike",
     ),
     bad_input(
         "state",
@@ -489,6 +503,22 @@ OTHER_CASES = [
         None,
         lambda s: compile_model(s.modules["model"], passes=["inline", "fuse"]),
         ("passes names 'fuse'", "allowed are all, none, inline"),
+    ),
+    Case(
+        "backend",
+        "another than Inductor",
+        ValueError,
+        None,
+        lambda s: compile_model(s.modules["model"], backend="eager"),
+        ("backend is 'eager'", "must be 'inductor'"),
+    ),
+    Case(
+        "options",
+        "a pass in the pass manager's place",
+        ValueError,
+        None,
+        lambda s: compile_model(s.modules["full"], options={"post_grad_custom_pre_pass": None}),
+        ("options has post_grad_custom_pre_pass", "leave it out"),
     ),
     Case(
         "regional",
