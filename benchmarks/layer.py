@@ -22,7 +22,7 @@ from rich.table import Table
 from timing import REPOSITORY, medians, peak_gib, provenance
 from torch import Tensor
 
-from csa2_compiled import CSA2Attention, CSA2Config, CSA2Output, CSA2State, compile_model
+from csa2_compiled import AttentionLayout, CSA2Attention, CSA2Config, CSA2Output, CSA2State, compile_model
 from csa2_compiled.compiled import resolve_passes
 
 # (row, layer, layers run before it for their state), by preset
@@ -61,6 +61,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     seq_len: Annotated[int, typer.Option(help="tokens")] = 0,
     passes: Annotated[str, typer.Option(help="pass sets to compare, separated by spaces")] = "none all",
+    layout: Annotated[AttentionLayout, typer.Option(help="layout of the attention core")] = AttentionLayout.AUTO,
     repeats: Annotated[int, typer.Option(help="timed runs of each")] = 20,
     output: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
     show: Annotated[Path | None, typer.Option(help="print the table of an earlier run's JSON, run nothing")] = None,
@@ -80,7 +81,7 @@ def main(
     for name in pass_sets:
         resolve_passes(name)
     rows = [
-        measure(cfg, row, layer, before, tokens, dtype, place, pass_sets, repeats)
+        measure(cfg, row, layer, before, tokens, dtype, place, pass_sets, layout, repeats)
         for row, layer, before in (RELEASED_LAYERS if released else TINY_LAYERS)
     ]
     shapes = "released shapes" if released else "tiny preset"
@@ -103,11 +104,13 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
     pass_sets: list[str],
+    layout: AttentionLayout,
     repeats: int,
 ) -> Row:
     torch.manual_seed(layer_idx)
     torch.compiler.reset()
     layer = CSA2Attention(cfg, layer_idx, dtype=dtype, device=device).eval()
+    layer.layout = layout
     x = torch.randn(1, tokens, cfg.hidden_size, dtype=dtype, device=device)
     state = CSA2State()
     for source in before:
