@@ -1,6 +1,7 @@
 """CSA2, the attention of DeepSeek-V4.1, as plain PyTorch code that a compiler makes fast."""
 
 from csa2_compiled.attention import CSA2Attention
+from csa2_compiled.cache import CSA2Cache
 from csa2_compiled.checkpoint import CheckpointError, load_attention, save_attention
 from csa2_compiled.compiled import CompiledModel, compile_model
 from csa2_compiled.config import ConfigError, CSA2Config, LayerRole
@@ -12,6 +13,7 @@ from csa2_compiled.tokens import CSA2InputError
 __all__ = [
     "AttentionLayout",
     "CSA2Attention",
+    "CSA2Cache",
     "CSA2Config",
     "CSA2ForCausalLM",
     "CSA2InputError",

@@ -1,5 +1,7 @@
 """One CSA2 attention layer, for all four roles."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import index
 from typing import Any
 
@@ -7,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from csa2_compiled import ops
+from csa2_compiled.cache import CSA2Cache, LayerCache, check_cache
 from csa2_compiled.compressor import Compressor
 from csa2_compiled.config import CSA2Config, LayerRole
 from csa2_compiled.indexer import Indexer
 from csa2_compiled.masks.layout import AttentionLayout, LayoutChoice
 from csa2_compiled.norm import RMSNorm
+from csa2_compiled.quantization import PackedTensor
 from csa2_compiled.rope import RotaryEmbedding
-from csa2_compiled.sparse_attention import layout_for, sparse_attention
+from csa2_compiled.rows import Rows, buffers, first_rows, read_rows, write_rows
+from csa2_compiled.sparse_attention import cached_sparse_attention, layout_for, sparse_attention
 from csa2_compiled.state import CSA2Output, CSA2State, Publication
 from csa2_compiled.tokens import (
     CSA2InputError,
@@ -70,23 +75,58 @@ class CSA2Attention(nn.Module):
         state: CSA2State | None = None,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cache: CSA2Cache | LayerCache | None = None,
         tokens: Tokens | None = None,
     ) -> CSA2Output:
-        """Attend over a whole sequence.
+        """Attend over a whole sequence, or over the next tokens of one that a cache holds.
 
         x: [B, S, hidden_size]. state: from the layer before; a fresh ``CSA2State()`` (or None) for the first.
         attention_mask: int or bool [B, S], 1 token, 0 right padding; padded queries give 0. document_ids:
-        int [B, S], 0 pad, for packed rows. tokens: what a model made of these two, once for all its layers;
-        given instead of them. Raises CSA2InputError (a ValueError) before anything is computed.
+        int [B, S], 0 pad, for packed rows; not with a cache. cache: what came before x; this layer writes its own
+        part, and ``cache.advance`` ends the step after all layers. Nothing has a gradient then. tokens: what a model
+        made of mask, ids and the cache's lengths, once for all its layers; given instead of mask and ids, and then
+        cache is this layer's part. Raises CSA2InputError (a ValueError) before anything is computed.
         """
-        state = CSA2State() if state is None else state
         if torch.compiler.is_compiling():
-            self._check(x, state)  # a graph cannot read values
-        else:
-            self.check_inputs(x, state, attention_mask, document_ids, tokens)
-        if tokens is None:
-            tokens = lay_out_tokens(x.shape[1], x.device, attention_mask, document_ids)
+            self._check(x, state, cache)  # a graph cannot read values
+            return self._attend(x, *self.lay_out(x, state, attention_mask, document_ids, cache, tokens))
+        with self.begin(x, state, attention_mask, document_ids, cache, tokens):
+            return self._attend(x, *self.lay_out(x, state, attention_mask, document_ids, cache, tokens))
 
+    @contextmanager
+    def begin(
+        self,
+        x: Tensor,
+        state: CSA2State | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: CSA2Cache | LayerCache | None = None,
+        tokens: Tokens | None = None,
+    ) -> Iterator[None]:
+        """What a call needs around it on the host: checked inputs, a cache that is ready, no gradients with one."""
+        self.check_inputs(x, state, attention_mask, document_ids, cache, tokens)
+        if isinstance(cache, CSA2Cache):
+            cache.begin_step(x.shape[1], attention_mask, self.layer_idx)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            yield
+
+    def lay_out(
+        self,
+        x: Tensor,
+        state: CSA2State | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: CSA2Cache | LayerCache | None = None,
+        tokens: Tokens | None = None,
+    ) -> tuple[CSA2State, Tokens, LayerCache | None]:
+        """The arguments of `forward` in the form that every layer of a model step shares."""
+        past = cache.lengths if isinstance(cache, CSA2Cache) else None
+        if tokens is None:
+            tokens = lay_out_tokens(x.shape[1], x.device, attention_mask, document_ids, past)
+        layer_cache = cache.layers[self.layer_idx] if isinstance(cache, CSA2Cache) else cache
+        return CSA2State() if state is None else state, tokens, layer_cache
+
+    def _attend(self, x: Tensor, state: CSA2State, tokens: Tokens, cache: LayerCache | None) -> CSA2Output:
         if self._layout is AttentionLayout.DENSE:
             _make_sizes_static(x, state)
         rotations = self.rotary(tokens.positions)
@@ -94,26 +134,53 @@ class CSA2Attention(nn.Module):
         q = self.wq_b(q_latent).unflatten(-1, (self.cfg.num_attention_heads, self.cfg.head_dim))
         q = ops.apply_rope(q, rotations, False)
         window_kv = self.window_kv(x, rotations)
-        state = self._publish(x, q_latent, rotations, state, tokens)
-
+        state = self._publish(x, q_latent, rotations, state, tokens, cache)
         read = state.of_ratio(self.ratio)
         compressed_kv = None if read is None else read.compressed_kv
+        topk_indices = None if read is None else read.topk_indices
+        attended = self._attention_core(q, window_kv, compressed_kv, topk_indices, tokens, cache)
+        return CSA2Output(self._project_output(attended, rotations, tokens), state)
+
+    def _attention_core(
+        self,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Rows | None,
+        topk_indices: Tensor | None,
+        tokens: Tokens,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        cfg = self.cfg
+        if cache is not None:
+            layout = self.choose_layout(q, 0, cached=True).layout
+            attended = cached_sparse_attention(
+                q,
+                window_kv,
+                cache.window,
+                compressed_kv,
+                topk_indices,
+                self.attn_sink,
+                cfg.sliding_window,
+                tokens,
+                layout,
+            )
+            write_rows(cache.window, tokens.ring_rows(cache.ring_size), window_kv)
+            return attended
+        assert not isinstance(compressed_kv, PackedTensor)
         inputs = (q, window_kv, self.attn_sink, *(() if compressed_kv is None else (compressed_kv,)))
-        choice = self.choose_layout(
-            q, 0 if compressed_kv is None else compressed_kv.shape[1], any(t.requires_grad for t in inputs)
-        )
-        attended = sparse_attention(
+        num_compressed = 0 if compressed_kv is None else compressed_kv.shape[1]
+        layout = self.choose_layout(q, num_compressed, any(t.requires_grad for t in inputs)).layout
+        return sparse_attention(
             q,
             window_kv,
             compressed_kv,
-            None if read is None else read.topk_indices,
+            topk_indices,
             self.attn_sink,
-            self.cfg.sliding_window,
-            self.cfg.index_topk,
+            cfg.sliding_window,
+            cfg.index_topk,
             tokens.starts,
-            choice.layout,
+            layout,
         )
-        return CSA2Output(self._project_output(attended, rotations, tokens), state)
 
     @property
     def layout(self) -> AttentionLayout:
@@ -139,29 +206,37 @@ class CSA2Attention(nn.Module):
         state: CSA2State | None = None,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cache: CSA2Cache | LayerCache | None = None,
         tokens: Tokens | None = None,
     ) -> None:
         """Raise CSA2InputError for inputs that `forward` cannot take; reads the values of mask and ids."""
-        self._check(x, CSA2State() if state is None else state)
+        self._check(x, state, cache)
         if tokens is None:
             alignment = group_alignment(self.cfg.compress_ratios)
             check_token_arguments(x.shape[0], x.shape[1], alignment, attention_mask, document_ids)
         elif attention_mask is not None or document_ids is not None:
             name = "document_ids" if attention_mask is None else "attention_mask"
             raise CSA2InputError(f"{name} came besides tokens; tokens stands for both and goes without them")
+        if isinstance(cache, CSA2Cache):
+            if tokens is not None:
+                raise CSA2InputError(
+                    "tokens came besides a CSA2Cache, which gives its own; with tokens, cache is a layer's"
+                )
+            check_cache(cache, self.cfg, x.shape[0], x.device, document_ids)
+            cache.check_step(x.shape[1], attention_mask, self.layer_idx)
 
     def window_kv(self, x: Tensor, rotations: Tensor) -> Tensor:
         """The window key (and value) of each token, after RoPE and fp8: x [B, S, hidden] -> [B, S, D]."""
         kv = ops.apply_rope(self.kv_norm(self.wkv(x)), rotations, False)
         return ops.quantize_dequantize(kv, "fp8")
 
-    def choose_layout(self, q: Tensor, num_compressed: int, trains: bool = False) -> LayoutChoice:
+    def choose_layout(self, q: Tensor, num_compressed: int, trains: bool = False, cached: bool = False) -> LayoutChoice:
         """The layout this layer takes for q [B, S, H, D] and T compressed positions, with the reason.
 
-        trains: whether any input of the attention core requires a gradient.
+        trains: whether any input of the attention core requires a gradient. cached: whether there is a cache.
         """
         topk = self.cfg.index_topk if self.ratio else 0
-        return layout_for(q, num_compressed, topk, self.cfg.sliding_window, self.layout, trains)
+        return layout_for(q, num_compressed, topk, self.cfg.sliding_window, self.layout, trains, cached=cached)
 
     def compiled_layout(self, num_tokens: int) -> LayoutChoice:
         """The layout a compiled call over `num_tokens` tokens takes without gradients; runs nothing."""
@@ -172,15 +247,18 @@ class CSA2Attention(nn.Module):
         device_type = self.wq_a.weight.device.type
         return layout_for(q, compressed, topk, cfg.sliding_window, self.layout, compiling=True, device_type=device_type)
 
-    def _publish(self, x: Tensor, q_latent: Tensor, rotations: Tensor, state: CSA2State, tokens: Tokens) -> CSA2State:
+    def _publish(
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        rotations: Tensor,
+        state: CSA2State,
+        tokens: Tokens,
+        cache: LayerCache | None,
+    ) -> CSA2State:
         before = state.of_ratio(self.ratio)
         if self.role is LayerRole.FULL:
-            latent = self.compressor(x)
-            group_rotations = self.rotary(tokens.compressed_positions(self.ratio))
-            compressed_kv = ops.apply_rope(latent, group_rotations, False)
-            compressed_kv = ops.quantize_dequantize(compressed_kv, "nvfp4")
-            with torch.no_grad():
-                index_keys = self.indexer.keys(latent, group_rotations)
+            compressed_kv, index_keys = self._compress(x, tokens) if cache is None else self._extend(x, tokens, cache)
         elif self.role is LayerRole.REINDEX and before is not None:
             compressed_kv, index_keys = before.compressed_kv, before.index_keys
         else:
@@ -189,13 +267,37 @@ class CSA2Attention(nn.Module):
         with torch.no_grad():
             start, stop = tokens.visible_range(self.ratio)
             start, stop = start.expand(x.shape[0], -1), stop.expand(x.shape[0], -1)
-            scores = self.indexer.scores(x, q_latent, rotations, index_keys, start, stop)
+            scores = self.indexer.scores(x, q_latent, rotations, read_rows(index_keys), start, stop)
             within = candidates if self.selects_within_candidates else None
             topk_indices = ops.select_topk(scores, within, self.cfg.index_topk)
             if self.publishes_candidates:
                 blocks, size = self.cfg.candidate_topk_blocks, self.cfg.candidate_block_size
                 candidates = ops.candidate_blocks(scores, stop, tokens.group_starts(self.ratio), blocks, size)
         return state.publish(Publication(self.ratio, compressed_kv, index_keys, topk_indices, candidates))
+
+    def _compress(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Compressed KV [B, T, D] and index keys [B, T, Di] of a whole sequence."""
+        return self._keys_of(self.compressor(x), tokens.compressed_positions(self.ratio))
+
+    def _extend(self, x: Tensor, tokens: Tokens, cache: LayerCache) -> tuple[Rows, Rows]:
+        """The same of the past and these tokens: writes the new rows and returns all that queries may see."""
+        assert cache.compressed_kv is not None
+        assert cache.index_keys is not None
+        latent = self.compressor.extend(x, tokens, cache.gates)
+        groups, complete = tokens.new_groups(self.ratio)
+        fresh = self._keys_of(latent, torch.where(complete, groups * self.ratio, 0))
+        rows = torch.where(complete, groups, cache.capacity)
+        for stored, written in zip((cache.compressed_kv, cache.index_keys), fresh, strict=True):
+            write_rows(stored, rows, written)
+        count = cache.num_compressed(self.ratio)
+        return first_rows(cache.compressed_kv, count), first_rows(cache.index_keys, count)
+
+    def _keys_of(self, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Compressed KV and index keys of latents [B, n, D] at positions [B or 1, n]."""
+        rotations = self.rotary(positions)
+        compressed_kv = ops.quantize_dequantize(ops.apply_rope(latent, rotations, False), "nvfp4")
+        with torch.no_grad():
+            return compressed_kv, self.indexer.keys(latent, rotations)
 
     def _project_output(self, attended: Tensor, rotations: Tensor, tokens: Tokens) -> Tensor:
         cfg = self.cfg
@@ -206,7 +308,7 @@ class CSA2Attention(nn.Module):
             return output
         return torch.where(tokens.is_real.unsqueeze(-1), output, 0)
 
-    def _check(self, x: Tensor, state: CSA2State) -> None:
+    def _check(self, x: Tensor, state: CSA2State | None, cache: CSA2Cache | LayerCache | None) -> None:
         cfg = self.cfg
         if x.dim() != 3 or x.shape[-1] != cfg.hidden_size:
             raise CSA2InputError(
@@ -218,14 +320,21 @@ class CSA2Attention(nn.Module):
             raise CSA2InputError(
                 f"x has {x.shape[1]} tokens; 1 to max_position_embeddings {cfg.max_position_embeddings} are allowed"
             )
-        if not isinstance(state, CSA2State):
+        if state is not None and not isinstance(state, CSA2State):
             raise CSA2InputError(f"state is a {type(state).__name__}; it must be a CSA2State")
+        if cache is not None and not isinstance(cache, CSA2Cache | LayerCache):
+            raise CSA2InputError(f"cache is a {type(cache).__name__}; it must be a CSA2Cache")
+        if cache is not None and self._layout is AttentionLayout.DENSE:
+            raise CSA2InputError(
+                "cache was given and layout is dense, which has no cached form; use auto, slots or plain"
+            )
+        state = CSA2State() if state is None else state
         if self.role in (LayerRole.REINDEX, LayerRole.REUSE):
-            self._check_source(x, state)
+            self._check_source(x, state, cached=cache is not None)
         if self.selects_within_candidates:
-            self._check_candidates(x, state)
+            self._check_candidates(x, state, cached=cache is not None)
 
-    def _check_source(self, x: Tensor, state: CSA2State) -> None:
+    def _check_source(self, x: Tensor, state: CSA2State, cached: bool) -> None:
         read = state.of_ratio(self.ratio)
         if read is None:
             had = [p.compress_ratio for p in state.publications]
@@ -234,30 +343,34 @@ class CSA2Attention(nn.Module):
                 f"state holds no source of compress ratio {self.ratio} for {self._name()}; {found}. Run layer "
                 f"{self.cfg.kv_source(self.layer_idx)} first and pass its state on"
             )
-        expected = (x.shape[0], x.shape[1] // self.ratio, self.cfg.head_dim)
-        if read.compressed_kv.dtype != x.dtype or read.compressed_kv.device != x.device:
+        rows = buffers(read.compressed_kv)[0]
+        if rows.device != x.device or (isinstance(read.compressed_kv, Tensor) and rows.dtype != x.dtype):
             raise CSA2InputError(
-                f"state's compressed_kv is {read.compressed_kv.dtype} on {read.compressed_kv.device}; x is {x.dtype} "
-                f"on {x.device}, and both must be alike"
+                f"state's compressed_kv is {rows.dtype} on {rows.device}; x is {x.dtype} on {x.device}, and both must "
+                "be alike"
             )
-        if tuple(read.compressed_kv.shape) != expected:
+        # A cache's rows may be more than those of its tokens.
+        positions = rows.shape[1] if cached else x.shape[1] // self.ratio
+        expected = (x.shape[0], positions, self.cfg.head_dim)
+        if isinstance(read.compressed_kv, Tensor) and tuple(rows.shape) != expected:
             raise CSA2InputError(
-                f"state's compressed_kv has shape {tuple(read.compressed_kv.shape)}; {self._name()} needs "
-                f"{list(expected)} for this x: the state is of another batch or length"
+                f"state's compressed_kv has shape {tuple(rows.shape)}; {self._name()} needs {list(expected)} for this "
+                "x: the state is of another batch or length"
             )
-        if read.topk_indices.shape[1] != x.shape[1]:  # lengths that differ in a partial group only
+        if read.topk_indices.shape[:2] != x.shape[:2]:  # lengths that differ in a partial group only
             raise CSA2InputError(
                 f"state's topk_indices are of {read.topk_indices.shape[1]} tokens; {self._name()} needs "
                 f"{x.shape[1]} for this x: the state is of another length"
             )
 
-    def _check_candidates(self, x: Tensor, state: CSA2State) -> None:
+    def _check_candidates(self, x: Tensor, state: CSA2State, cached: bool) -> None:
         read = state.of_ratio(self.ratio)
         if read is None or read.candidates is None:
             raise CSA2InputError(
                 f"state holds no candidates for {self._name()}; run layer {self.cfg.candidate_source_layer_id} first"
             )
-        expected = (x.shape[0], x.shape[1], x.shape[1] // self.ratio)
+        positions = buffers(read.compressed_kv)[0].shape[1] if cached else x.shape[1] // self.ratio
+        expected = (x.shape[0], x.shape[1], positions)
         if tuple(read.candidates.shape) != expected:
             raise CSA2InputError(
                 f"state's candidates have shape {tuple(read.candidates.shape)}; {self._name()} needs "
@@ -271,6 +384,9 @@ class CSA2Attention(nn.Module):
 
 def _make_sizes_static(x: Tensor, state: CSA2State) -> None:
     """Turn symbolic sizes into numbers before anything is traced: dense masks capture them, so a graph a length."""
-    for tensor in (x, *(t for p in state.publications for t in (p.compressed_kv, p.index_keys, p.topk_indices))):
+    published = (
+        t for p in state.publications for t in (*buffers(p.compressed_kv), *buffers(p.index_keys), p.topk_indices)
+    )
+    for tensor in (x, *published):
         for size in tensor.shape:
             index(size)

@@ -57,22 +57,27 @@ class CompiledModel(nn.Module):
         """As the module's own forward; inputs are checked before the graph runs."""
         if self._whole is None:
             return self.module(*args, run_block=self.run_block, **kwargs)  # which checks
-        if isinstance(self.module, CSA2ForCausalLM | CSA2Attention):
-            self.module.check_inputs(*args, **kwargs)
-        return self._whole(self.module, *args, **kwargs)
+        assert isinstance(self.module, CSA2ForCausalLM | CSA2Attention)
+        with self.module.begin(*args, **kwargs):
+            return self._whole(self.module, *args, **kwargs)
 
-    def run_block(self, block: CSA2Block | CSA2Attention, *args: Any, **kwargs: Any) -> CSA2Output:
+    def run_block(self, block: CSA2Block | CSA2Attention, x: Tensor, *args: Any, **kwargs: Any) -> CSA2Output:
         """Run one block, or one attention layer, through the compiled region that serves all of its kind."""
         if isinstance(block, CSA2Attention):
-            block.check_inputs(*args, **kwargs)
-        kind = (type(block).__name__, *block.kind)
-        if kind not in self._regions:
-            self._regions[kind] = self._compile(self._region(kind))
-        return self._regions[kind](block, *args, **kwargs)
+            with block.begin(x, *args, **kwargs):
+                state, tokens, cache = block.lay_out(x, *args, **kwargs)
+                return self._run_region(block, x, state, cache=cache, tokens=tokens)
+        return self._run_region(block, x, *args, **kwargs)
 
     def explain(self) -> str:
         """What each pass did to this model, and why it left the rest."""
         return self.manager.explain()
+
+    def _run_region(self, block: CSA2Block | CSA2Attention, *args: Any, **kwargs: Any) -> CSA2Output:
+        kind = (type(block).__name__, *block.kind)
+        if kind not in self._regions:
+            self._regions[kind] = self._compile(self._region(kind))
+        return self._regions[kind](block, *args, **kwargs)
 
     def _region(self, kind: tuple[Any, ...]) -> Callable[..., Any]:
         # Dynamo keeps its cache, and what it has learnt about dynamic sizes, by code object: one a kind here,

@@ -4,19 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+from csa2_compiled.matmul import matmul_float32
+
 _ORDERED_NEGATIVE_INFINITY = -2139095041  # the bits of -inf, mapped as `best_positions` maps them
-
-
-def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product of low-precision operands [N, M, P] x [N, P, Q], accumulated and returned in float32.
-
-    float64 operands stay float64.
-    """
-    if a.dtype in _LOW_PRECISION and a.device.type == "cuda":
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return torch.bmm(a.to(wide), b.to(wide))
 
 
 def positions_visible(num_compressed: int, visible_start: Tensor, visible_stop: Tensor) -> Tensor:

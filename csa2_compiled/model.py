@@ -3,7 +3,8 @@
 It is there to be compiled, trained and generated from; it is not all of V4.1 (no mixture of experts).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from csa2_compiled.attention import CSA2Attention
+from csa2_compiled.cache import CSA2Cache, LayerCache, check_cache
 from csa2_compiled.config import CSA2Config
 from csa2_compiled.norm import RMSNorm
 from csa2_compiled.state import CSA2Output, CSA2State
@@ -19,6 +21,7 @@ from csa2_compiled.tokens import (
     Tokens,
     check_token_arguments,
     group_alignment,
+    is_capturing,
     lay_out_tokens,
 )
 
@@ -60,14 +63,14 @@ class CSA2Block(nn.Module):
         """See `CSA2Attention.kind`."""
         return self.attn.kind
 
-    def forward(self, x: Tensor, state: CSA2State, tokens: Tokens) -> CSA2Output:
+    def forward(self, x: Tensor, state: CSA2State, tokens: Tokens, cache: LayerCache | None = None) -> CSA2Output:
         """x: [B, S, hidden_size] and what the layer before published; returns the same for the next."""
-        attended = self.attn(self.attn_norm(x), state, tokens=tokens)
+        attended = self.attn(self.attn_norm(x), state, cache=cache, tokens=tokens)
         x = x + attended.hidden_states
         return CSA2Output(x + self.ffn(self.ffn_norm(x)), attended.state)
 
 
-RunBlock = Callable[[CSA2Block, Tensor, CSA2State, Tokens], CSA2Output]
+RunBlock = Callable[..., CSA2Output]  # (block, and what it is called with)
 
 
 class CSA2ForCausalLM(nn.Module):
@@ -93,29 +96,66 @@ class CSA2ForCausalLM(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
+        cache: CSA2Cache | None = None,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         run_block: RunBlock | None = None,
     ) -> Tensor:
         """Next-token logits [B, S, vocab_size] of input_ids, int [B, S].
 
-        attention_mask, document_ids: see `CSA2Attention.forward`. run_block: runs one block in place of
-        calling it, for those who compile or record blocks one by one. Raises CSA2InputError.
+        cache: what came before; it then holds these tokens too (``cache.advance`` can give some back), and nothing
+        has a gradient. attention_mask, document_ids: see `CSA2Attention.forward`. run_block: runs one block in place
+        of calling it, for those who compile or record blocks one by one. Raises CSA2InputError.
         """
-        if not torch.compiler.is_compiling():
-            self.check_inputs(input_ids, attention_mask, document_ids)
-        tokens = lay_out_tokens(input_ids.shape[1], input_ids.device, attention_mask, document_ids)
+        if torch.compiler.is_compiling():
+            return self._logits(input_ids, cache, attention_mask, document_ids, run_block)
+        with self.begin(input_ids, cache, attention_mask, document_ids):
+            return self._logits(input_ids, cache, attention_mask, document_ids, run_block)
+
+    @contextmanager
+    def begin(
+        self,
+        input_ids: Tensor,
+        cache: CSA2Cache | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Iterator[None]:
+        """What a call needs around it on the host: checked inputs, and a cache's step without gradients."""
+        self.check_inputs(input_ids, cache, attention_mask, document_ids)
+        step = nullcontext() if cache is None else cache.step(input_ids.shape[1], attention_mask)
+        with step, torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            yield
+
+    def _logits(
+        self,
+        input_ids: Tensor,
+        cache: CSA2Cache | None,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        run_block: RunBlock | None,
+    ) -> Tensor:
+        past = None if cache is None else cache.lengths
+        tokens = lay_out_tokens(input_ids.shape[1], input_ids.device, attention_mask, document_ids, past)
+        layer_caches = (None,) * len(self.layers) if cache is None else cache.layers
         x, state = self.embed(input_ids), CSA2State()
-        for layer in self.layers:
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             block = cast(CSA2Block, layer)
-            output = block(x, state, tokens) if run_block is None else run_block(block, x, state, tokens)
+            inputs = (x, state, tokens) if layer_cache is None else (x, state, tokens, layer_cache)
+            output = block(*inputs) if run_block is None else run_block(block, *inputs)
             x, state = output.hidden_states, output.state
         return self.head(self.norm(x))
 
     def check_inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        cache: CSA2Cache | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> None:
-        """Raise CSA2InputError for inputs that `forward` cannot take; reads their values."""
+        """Raise CSA2InputError for inputs that `forward` cannot take; reads their values.
+
+        While a CUDA graph is captured values cannot be read, and only shapes and dtypes are checked.
+        """
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise CSA2InputError(
                 f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be an int64 or "
@@ -126,6 +166,10 @@ class CSA2ForCausalLM(nn.Module):
                 f"input_ids has shape {tuple(input_ids.shape)}; it needs at least one row and 1 to "
                 f"max_position_embeddings {self.cfg.max_position_embeddings} tokens"
             )
+        if cache is not None:
+            self._check_cache(cache, input_ids, attention_mask, document_ids)
+        if is_capturing(input_ids.device):
+            return
         if input_ids.min() < 0 or input_ids.max() >= self.cfg.vocab_size:
             raise CSA2InputError(
                 f"input_ids holds {int(input_ids.min())} to {int(input_ids.max())}; token ids must be within "
@@ -133,3 +177,13 @@ class CSA2ForCausalLM(nn.Module):
             )
         alignment = group_alignment(self.cfg.compress_ratios)
         check_token_arguments(input_ids.shape[0], input_ids.shape[1], alignment, attention_mask, document_ids)
+
+    def _check_cache(
+        self, cache: CSA2Cache, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
+    ) -> None:
+        if not isinstance(cache, CSA2Cache):
+            raise CSA2InputError(f"cache is a {type(cache).__name__}; it must be a CSA2Cache")
+        check_cache(cache, self.cfg, input_ids.shape[0], input_ids.device, document_ids)
+        if cache.dtype != self.embed.weight.dtype:
+            raise CSA2InputError(f"cache has dtype {cache.dtype}; the model's is {self.embed.weight.dtype}")
+        cache.check_step(input_ids.shape[1], attention_mask)

@@ -16,9 +16,9 @@ from csa2_compiled.indexer_math import (
     candidate_blocks_body,
     head_products,
     index_scores_body,
-    matmul_float32,
     select_topk_body,
 )
+from csa2_compiled.matmul import matmul_float32
 from csa2_compiled.quantization import quantize_dequantize_body
 from csa2_compiled.rope import apply_rope_body
 

@@ -16,7 +16,10 @@ from csa2_compiled import masks, ops
 from csa2_compiled.kernel_options import forward_tiles, shared_memory_per_block
 from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
+from csa2_compiled.matmul import matmul_float32, weighted_sum
 from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES
+from csa2_compiled.rows import Rows, gather_rows, read_rows
+from csa2_compiled.tokens import Tokens
 
 SLOT_KEY_BLOCK = 64  # a narrower block wastes less of the last one
 _FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,11 +34,12 @@ def layout_for(
     trains: bool = False,
     compiling: bool | None = None,
     device_type: str | None = None,
+    cached: bool = False,
 ) -> LayoutChoice:
     """The layout that serves a call with q [B, S, H, D]; see `csa2_compiled.masks.choose_layout`.
 
     trains: whether any input of the core requires a gradient. compiling: None asks whether a compiler is
-    looking now. device_type: None is q's.
+    looking now. device_type: None is q's. cached: whether the call has a cache.
     """
     return masks.choose_layout(
         requested,
@@ -47,6 +51,7 @@ def layout_for(
         needs_gradient=torch.is_grad_enabled() and trains,
         flex_takes_dtype=q.dtype in _FLEX_DTYPES,
         compiling=torch.compiler.is_compiling() if compiling is None else compiling,
+        cached=cached,
     )
 
 
@@ -79,9 +84,35 @@ def sparse_attention(
     visible = visible_keys(recent, topk_indices)
     if layout is AttentionLayout.DENSE:
         return _attend_dense(q, keys, visible, topk_indices, sink, window, starts)
-    if layout is AttentionLayout.SLOTS:
-        return _attend_slots(q, keys, visible, sink)
-    return _attend_plain(q, keys, visible, sink)
+    gathered = ops.gather_kv(keys, visible if layout is AttentionLayout.PLAIN else with_sink_slot(visible))
+    return _attend_gathered(q, gathered, visible, sink, layout)
+
+
+def cached_sparse_attention(
+    q: Tensor,
+    window_kv: Tensor,
+    ring: Rows,
+    compressed_kv: Rows | None,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    window: int,
+    tokens: Tokens,
+    layout: AttentionLayout,
+) -> Tensor:
+    """The same after the past of a cache, in the plain or the slots layout.
+
+    window_kv: [B, S, D], this step's own; ring: the window rows of its `LayerCache`, not yet written by this step;
+    compressed_kv: [B, T, D] or more rows; the others as in `sparse_attention`.
+    """
+    assert tokens.past is not None
+    past_kv = read_rows(ring)
+    recent = masks.cached_window_indices(tokens.past, q.shape[1], window, past_kv.shape[1], tokens.starts)
+    slots, visible = (recent if layout is AttentionLayout.PLAIN else with_sink_slot(recent)), recent
+    gathered = ops.gather_kv(torch.cat([past_kv, window_kv], dim=1), slots)
+    if compressed_kv is not None and topk_indices is not None:
+        gathered = torch.cat([gathered, gather_rows(compressed_kv, topk_indices)], dim=2)
+        visible = torch.cat([recent, topk_indices], dim=-1)
+    return _attend_gathered(q, gathered, visible, sink, layout)
 
 
 def visible_keys(recent: Tensor, topk_indices: Tensor | None) -> Tensor:
@@ -167,31 +198,36 @@ def _attend_dense(
     return attended.transpose(1, 2)
 
 
-def _attend_slots(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+def _attend_gathered(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor, layout: AttentionLayout) -> Tensor:
+    """gathered: [B, S, slots, D], the keys of the visible slots, in the slots layout after one of zeros."""
+    return (_attend_slots if layout is AttentionLayout.SLOTS else _attend_plain)(q, gathered, visible, sink)
+
+
+def _attend_slots(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     batch, tokens, heads, dim = q.shape
-    slots = with_sink_slot(visible)
-    rows, num_slots = batch * tokens, slots.shape[-1]
-    gathered = masks.own_buffer(ops.gather_kv(keys, slots).view(rows, 1, num_slots, dim))
+    rows, num_slots = batch * tokens, gathered.shape[2]
+    gathered = masks.own_buffer(gathered.view(rows, 1, num_slots, dim))
     attended = flex_attention(
         masks.own_buffer(q.reshape(rows, 1, heads, dim)),
         gathered,
         _as_values(gathered),
         score_mod=masks.generate_sink_score(masks.own_buffer(sink), 0, heads_are_rows=True),
-        block_mask=slot_block_mask(slots, heads),
+        block_mask=slot_block_mask(with_sink_slot(visible), heads),
         scale=dim**-0.5,
         kernel_options=_tiles(q, query_rows=heads),
     )
     return attended.view(batch, tokens, heads, dim)
 
 
-def _attend_plain(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    gathered = ops.gather_kv(keys, visible).to(wide)  # [B, S, slots, D]
-    logits = torch.matmul(q.to(wide), gathered.transpose(2, 3)) * q.shape[-1] ** -0.5
-    logits = torch.where((visible >= 0).unsqueeze(2), logits, float("-inf"))
-    sink_logit = sink.to(wide).view(1, 1, -1, 1).expand(*logits.shape[:3], 1)
+def _attend_plain(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    batch, tokens, heads, dim = q.shape
+    rows, num_slots = batch * tokens, gathered.shape[2]
+    keys = gathered.view(rows, num_slots, dim)
+    logits = matmul_float32(q.reshape(rows, heads, dim), keys.transpose(1, 2)) * dim**-0.5
+    logits = torch.where((visible >= 0).view(rows, 1, num_slots), logits, float("-inf"))
+    sink_logit = sink.to(logits.dtype).view(1, -1, 1).expand(rows, -1, 1)
     probabilities = torch.cat([sink_logit, logits], dim=-1).softmax(dim=-1)[..., 1:]
-    return torch.matmul(probabilities, gathered).to(q.dtype)
+    return weighted_sum(probabilities, keys).to(q.dtype).view(batch, tokens, heads, dim)
 
 
 def _as_values(keys: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from csa2_compiled.rows import Rows, read_rows
+
 
 @dataclass(frozen=True)
 class Publication:
@@ -12,11 +14,13 @@ class Publication:
     compressed_kv: [B, T, D], after RoPE and quantization. index_keys: [B, T, Di], likewise.
     topk_indices: int32 [B, S, min(K, T)], ascending compressed positions, -1 behind them.
     candidates: bool [B, S, T], or None before the candidate source.
+    With a cache, compressed_kv and index_keys are views of its rows, packed if it is, and T may count rows that are
+    not filled yet, which no query sees.
     """
 
     compress_ratio: int
-    compressed_kv: Tensor
-    index_keys: Tensor
+    compressed_kv: Rows
+    index_keys: Rows
     topk_indices: Tensor
     candidates: Tensor | None = None
 
@@ -45,11 +49,11 @@ class CSA2State:
 
     @property
     def compressed_kv(self) -> Tensor | None:
-        return self.publications[0].compressed_kv if self.publications else None
+        return read_rows(self.publications[0].compressed_kv) if self.publications else None
 
     @property
     def index_keys(self) -> Tensor | None:
-        return self.publications[0].index_keys if self.publications else None
+        return read_rows(self.publications[0].index_keys) if self.publications else None
 
     @property
     def topk_indices(self) -> Tensor | None:

@@ -17,10 +17,12 @@ class Tokens:
 
     positions: int64 [B or 1, S], restarting in each document. starts: int32 [B, S], the index of the first
     token of each token's document (S for padding), or None when every row is one document without padding.
+    past: int64 [B], the tokens each row holds in a cache, or None without one; then a row is one document.
     """
 
     positions: Tensor
     starts: Tensor | None = None
+    past: Tensor | None = None
 
     @property
     def is_real(self) -> Tensor | None:
@@ -31,8 +33,28 @@ class Tokens:
     def _is_real(starts: Tensor) -> Tensor:
         return torch.lt(starts, starts.shape[1])
 
+    @property
+    def ends(self) -> Tensor:
+        """Tokens each row holds with these, int64 [B]; there must be a cache."""
+        assert self.past is not None
+        return self.past + (self.positions.shape[1] if self.is_real is None else self.is_real.sum(1))
+
+    def new_groups(self, ratio: int) -> tuple[Tensor, Tensor]:
+        """The groups that these tokens can complete after the past, int64 [B, n], and whether they do, bool [B, n]."""
+        assert self.past is not None
+        most = -(-self.positions.shape[1] // ratio)
+        groups = (self.past // ratio).unsqueeze(1) + torch.arange(most, device=self.past.device)
+        return groups, (groups + 1) * ratio <= self.ends.unsqueeze(1)
+
+    def ring_rows(self, size: int) -> Tensor:
+        """Where in a ring of `size` rows each token goes, int64 [B, S]: `size` for one that is not kept."""
+        assert self.past is not None
+        positions = self.past.unsqueeze(1) + torch.arange(self.positions.shape[1], device=self.past.device)
+        ends = self.ends.unsqueeze(1)
+        return torch.where((positions < ends) & (positions >= ends - size), positions % size, size)
+
     def compressed_positions(self, ratio: int) -> Tensor:
-        """Position j * r of every complete group, int64 [B or 1, S // ratio]."""
+        """Position j * r of every complete group, int64 [B or 1, S // ratio]; without a cache."""
         groups = self.positions.shape[1] // ratio
         return self.positions[:, : groups * ratio : ratio]
 
@@ -46,11 +68,16 @@ class Tokens:
         return first, torch.where(real, first + complete, 0)
 
     def group_starts(self, ratio: int) -> Tensor | None:
-        """First compressed position of each group's document, int32 [B, S // ratio], or None."""
-        if self.starts is None:
+        """First compressed position of each group's document, int32 [B, S // ratio]; None: one document a row."""
+        if self.starts is None or self.past is not None:
             return None
         groups = self.starts.shape[1] // ratio
         return self.starts[:, : groups * ratio : ratio] // ratio
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which no value can be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def group_alignment(compress_ratios: tuple[int, ...]) -> int:
@@ -63,9 +90,20 @@ def lay_out_tokens(
     device: torch.device,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    past: Tensor | None = None,
 ) -> Tokens:
-    """Positions and document starts from a padding mask or document ids (assumed checked)."""
+    """Positions and document starts from a padding mask or document ids (assumed checked).
+
+    past: int64 [B], the tokens that a cache holds of each row, which these follow; not with document ids.
+    """
     index = torch.arange(num_tokens, device=device)
+    if past is not None:
+        positions = past.unsqueeze(1) + index
+        if attention_mask is None:
+            return Tokens(positions, past=past)
+        real = attention_mask != 0
+        starts = torch.where(real, 0, num_tokens).to(torch.int32)
+        return Tokens(torch.where(real, positions, 0), starts, past)
     if document_ids is not None:
         ids = document_ids  # 0 wherever the mask is
     elif attention_mask is not None:

@@ -11,13 +11,14 @@ from csa2_compiled.masks.own_buffer import own_buffer
 from csa2_compiled.masks.selection import generate_selection_mask, pack_selection
 from csa2_compiled.masks.sink import generate_sink_mask, generate_sink_score
 from csa2_compiled.masks.slots import generate_slot_mask
-from csa2_compiled.masks.window import generate_window_mask, window_indices
+from csa2_compiled.masks.window import cached_window_indices, generate_window_mask, ring_and_fresh, window_indices
 
 __all__ = [
     "AttentionLayout",
     "LayoutChoice",
     "block_mask_from_counts",
     "block_pair_counts",
+    "cached_window_indices",
     "choose_layout",
     "generate_document_mask",
     "generate_selection_mask",
@@ -27,5 +28,6 @@ __all__ = [
     "generate_window_mask",
     "own_buffer",
     "pack_selection",
+    "ring_and_fresh",
     "window_indices",
 ]

@@ -60,6 +60,7 @@ def choose_layout(
     needs_gradient: bool = False,
     flex_takes_dtype: bool = True,
     compiling: bool = True,
+    cached: bool = False,
 ) -> LayoutChoice:
     """Pick the layout for one call; an explicit request is followed, never replaced.
 
@@ -68,9 +69,12 @@ def choose_layout(
     needs_gradient: a backward pass will run through the attention core.
     flex_takes_dtype: FlexAttention computes in float32, bfloat16 and float16 only.
     compiling: eager FlexAttention evaluates every pair of queries and keys, so eager calls run plain.
+    cached: the keys come from a cache, whose rows are gathered; the dense layout would read all of them.
     """
     if requested is not AttentionLayout.AUTO:
         return LayoutChoice(requested, "requested")
+    if cached:
+        return LayoutChoice(AttentionLayout.PLAIN, "cached: few queries, each with rows of its own")
     if needs_gradient:
         return LayoutChoice(AttentionLayout.PLAIN, "gradients go through plain products")
     if not flex_takes_dtype:

@@ -30,3 +30,29 @@ def window_indices(num_tokens: int, window: int, device: torch.device, starts: T
     token = query - torch.arange(window, device=device, dtype=torch.int32)
     first = 0 if starts is None else starts[..., None]
     return torch.where(token >= first, token, -1)
+
+
+def ring_and_fresh(positions: Tensor, past: Tensor, ring_rows: int) -> Tensor:
+    """Where a token lies in a cache's ring followed by the tokens of the step in work.
+
+    positions: int, non-negative; past: int, how many tokens came before the step, broadcast against it. ring_rows:
+    rows of the ring and one spare. Returns the row, in the dtype of both.
+    """
+    return torch.where(positions < past, positions % (ring_rows - 1), ring_rows + positions - past)
+
+
+def cached_window_indices(
+    past: Tensor, num_tokens: int, window: int, ring_rows: int, starts: Tensor | None = None
+) -> Tensor:
+    """Rows of every query's window, newest first, in a cache's ring followed by the step's own keys.
+
+    past: int64 [B]; ring_rows: as in `ring_and_fresh`; starts: int [B, S], num_tokens for a padded query, which sees
+    nothing. Returns int32 [B, S, window]; -1 where the slot is empty.
+    """
+    query = past.unsqueeze(1) + torch.arange(num_tokens, device=past.device)
+    positions = query.unsqueeze(-1) - torch.arange(window, device=past.device)
+    seen = positions >= 0
+    if starts is not None:
+        seen = seen & (starts < num_tokens).unsqueeze(-1)
+    rows = ring_and_fresh(positions.clamp(min=0), past[:, None, None], ring_rows)
+    return torch.where(seen, rows, -1).to(torch.int32)

@@ -611,8 +611,8 @@ def test_compiled_modules_check_before_they_compile(case: Case, setup: Setup) ->
 def test_compiled_modules_check_what_comes_by_position(setup: Setup) -> None:
     odd = EIGHT * 2
     calls: dict[CompiledModel, tuple[Any, ...]] = {
-        setup.compiled["model"]: (setup.ids, odd),
-        setup.compiled["regional model"]: (setup.ids, odd),
+        setup.compiled["model"]: (setup.ids, None, odd),
+        setup.compiled["regional model"]: (setup.ids, None, odd),
         setup.compiled["full"]: (setup.x, None, odd),
     }
     for compiled, arguments in calls.items():

@@ -64,7 +64,7 @@ def test_later_tokens_change_no_logits() -> None:
 def test_padded_rows_equal_shorter_ones() -> None:
     model, ids, lengths = make_model(), make_ids(2, 40), (40, 21)
     mask = (torch.arange(40) < torch.tensor(lengths).unsqueeze(1)).long()
-    logits = model(ids, mask)
+    logits = model(ids, attention_mask=mask)
     assert torch.equal(logits, model(ids, attention_mask=mask.bool()))
     for row, length in enumerate(lengths):
         assert_same(logits[row : row + 1, :length], model(ids[row : row + 1, :length]))
@@ -79,7 +79,7 @@ def test_packed_documents_equal_each_alone() -> None:
     for number, (row, first, length) in enumerate(places, start=1):
         documents[row, first : first + length] = number
     logits = model(ids, document_ids=documents)
-    assert torch.equal(logits, model(ids, (documents != 0).long(), documents))
+    assert torch.equal(logits, model(ids, None, (documents != 0).long(), documents))
     for row, first, length in places:
         span = slice(first, first + length)
         assert_same(logits[row : row + 1, span], model(ids[row : row + 1, span]))
@@ -99,8 +99,8 @@ def test_run_block_runs_every_block_once_in_order() -> None:
         states.append(output.state)
         return output
 
-    logits = model(ids, mask, run_block=run_block)
-    assert torch.equal(logits, model(ids, mask))
+    logits = model(ids, attention_mask=mask, run_block=run_block)
+    assert torch.equal(logits, model(ids, attention_mask=mask))
     assert [block for block, _, _ in calls] == list(model.layers)
     assert calls[0][1] == CSA2State()
     assert all(state is before for (_, state, _), before in zip(calls[1:], states, strict=False))

@@ -1,0 +1,36 @@
+"""Products of low-precision tensors with float32 accumulation and float32 results."""
+
+import torch
+from torch import Tensor
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product of operands of one dtype [N, M, P] x [N, P, Q], accumulated and returned in float32.
+
+    On CUDA tensor cores multiply 16-bit operands, exactly. float64 operands stay float64.
+    """
+    if _takes_tensor_cores(a, b):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return torch.bmm(a.to(wide), b.to(wide))
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Batched weights [N, M, P], float32 or wider, times values [N, P, Q]; the result has the weights' dtype.
+
+    Where tensor cores multiply 16-bit values, each weight goes in as the sum of two 16-bit numbers, which keeps
+    16 of its 24 bits.
+    """
+    if not _takes_tensor_cores(values, weights):
+        return torch.bmm(weights, values.to(weights.dtype))
+    high = weights.to(values.dtype)
+    halves = torch.cat([high, (weights - high).to(values.dtype)], dim=1)
+    return matmul_float32(halves, values).unflatten(1, (2, weights.shape[1])).sum(1)
+
+
+def _takes_tensor_cores(a: Tensor, b: Tensor) -> bool:
+    # A product with another output dtype has no gradient.
+    trains = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    return a.dtype in _LOW_PRECISION and a.device.type == "cuda" and not trains

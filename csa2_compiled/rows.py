@@ -1,0 +1,60 @@
+"""Rows of a cache, [B, N, D]: as values, or packed into the bytes of a quantization format."""
+
+import torch
+from torch import Tensor
+
+from csa2_compiled import ops
+from csa2_compiled.quantization import FORMATS, PackedTensor, pack, unpack
+
+Rows = Tensor | PackedTensor
+
+
+def empty_rows(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, format_name: str | None) -> Rows:
+    """Rows [B, N, D] of zeros; packed when a format is named."""
+    if format_name is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    *leading, dim = shape
+    quantization_format = FORMATS[format_name]
+    codes, scales = dim // quantization_format.elements_per_byte, dim // quantization_format.group_size
+    return PackedTensor(
+        torch.zeros(*leading, codes, dtype=torch.uint8, device=device),
+        torch.zeros(*leading, scales, dtype=torch.uint8, device=device),
+        format_name,
+        dtype,
+    )
+
+
+def buffers(rows: Rows) -> tuple[Tensor, ...]:
+    """The tensors that hold the rows, [B, N, ...] each."""
+    return (rows.codes, rows.scales) if isinstance(rows, PackedTensor) else (rows,)
+
+
+def first_rows(rows: Rows, count: int) -> Rows:
+    """A view of the first `count` rows."""
+    if isinstance(rows, PackedTensor):
+        return rows._replace(codes=rows.codes[:, :count], scales=rows.scales[:, :count])
+    return rows[:, :count]
+
+
+def read_rows(rows: Rows) -> Tensor:
+    """All rows as values [B, N, D]."""
+    return unpack(rows) if isinstance(rows, PackedTensor) else rows
+
+
+def gather_rows(rows: Rows, indices: Tensor) -> Tensor:
+    """The rows that each query names: indices int32 [B, S, slots], -1 gives zeros. Returns [B, S, slots, D]."""
+    if not isinstance(rows, PackedTensor):
+        return ops.gather_kv(rows, indices)
+    codes, scales = ops.gather_kv(rows.codes, indices), ops.gather_kv(rows.scales, indices)
+    return unpack(rows._replace(codes=codes, scales=scales))  # bytes of 0 are zeros in every format
+
+
+def write_rows(rows: Rows, numbers: Tensor, values: Tensor) -> None:
+    """Put values [B, n, D] into the rows of those numbers, int64 [B, n], in place.
+
+    Packed rows take values that are already quantized to their format, and lose nothing.
+    """
+    batch = torch.arange(numbers.shape[0], device=numbers.device).unsqueeze(1)
+    fresh = pack(values, rows.format_name) if isinstance(rows, PackedTensor) else values
+    for buffer, written in zip(buffers(rows), buffers(fresh), strict=True):
+        buffer[batch, numbers] = written
