@@ -266,7 +266,7 @@ class CSA2Attention(nn.Module):
         candidates = None if before is None else before.candidates
         with torch.no_grad():
             start, stop = tokens.visible_range(self.ratio)
-            start, stop = start.expand(x.shape[0], -1), stop.expand(x.shape[0], -1)
+            start, stop = (bound.expand(x.shape[0], -1).contiguous() for bound in (start, stop))
             scores = self.indexer.scores(x, q_latent, rotations, read_rows(index_keys), start, stop)
             within = candidates if self.selects_within_candidates else None
             topk_indices = ops.select_topk(scores, within, self.cfg.index_topk)

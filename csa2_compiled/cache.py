@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from csa2_compiled.config import CSA2Config, LayerRole
+from csa2_compiled.quantization import DTYPES
 from csa2_compiled.rows import Rows, buffers, empty_rows
-from csa2_compiled.tokens import CSA2InputError
+from csa2_compiled.tokens import CSA2InputError, is_capturing
 
 
 @dataclass
@@ -30,6 +31,16 @@ class HostRecord:
     most_before: int = 0
     step: int | None = None
     ran: set[int] = field(default_factory=set)
+
+    def begin(self, num_tokens: int) -> None:
+        """A step of that many tokens begins."""
+        self.most_before, self.step = self.most, num_tokens
+        self.ran.clear()
+
+    def end(self, most_kept: int) -> None:
+        """The step is over, and no row keeps more than `most_kept` of its tokens."""
+        self.most = self.most_before + most_kept
+        self.ran.clear()
 
     def copy(self) -> "HostRecord":
         return replace(self, ran=set(self.ran))
@@ -70,11 +81,11 @@ class LayerCache:
     def num_compressed(self, ratio: int) -> int:
         """Compressed positions to look at: all that can exist by the end of this step.
 
-        A compiled graph looks at as many as there is room for, because it serves every step.
+        A compiled or captured graph looks at as many as there is room for, because it serves every step.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_capturing(buffers(self.window)[0].device):
             return self.capacity
-        return (self.record.most_before + (self.record.step or 0)) // ratio
+        return min((self.record.most_before + (self.record.step or 0)) // ratio, self.capacity)
 
 
 class CSA2Cache:
@@ -104,6 +115,8 @@ class CSA2Cache:
         self.cfg, self.batch_size, self.max_seq_len = cfg, batch_size, max_seq_len
         self.packed, self.max_truncate = packed, max_truncate
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if self.dtype not in DTYPES:
+            raise CSA2InputError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
         self.record = HostRecord()
         with torch.inference_mode(False), torch.no_grad():  # any later call may write these buffers
             self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -129,18 +142,18 @@ class CSA2Cache:
         if isinstance(num_tokens, Tensor):
             self._check_per_row("num_tokens", num_tokens)
             kept = num_tokens.to(self.device).clamp(min=0).minimum(self._real)
-            left_out = 0 if step <= self.max_truncate else int((self._real - kept).max())
-            most = before + step
+            shorter = (self._real - kept) * (self._before + kept > 0)  # an empty row needs nothing
+            left_out = 0 if step <= self.max_truncate else int(shorter.max())
+            most_kept = step
         else:
             _check_int("num_tokens", num_tokens, 0, step)
-            kept, left_out, most = self._real.clamp(max=num_tokens), step - num_tokens, before + num_tokens
-        if left_out > self.max_truncate and most > 0:
+            kept, left_out, most_kept = self._real.clamp(max=num_tokens), step - num_tokens, num_tokens
+        if left_out > self.max_truncate and before + most_kept > 0:
             raise CSA2InputError(
                 f"num_tokens leaves out {left_out} of a step's {step} tokens, which have overwritten what came before; "
                 f"at most max_truncate = {self.max_truncate} can be left out"
             )
-        self.record.most = most
-        self.record.ran.clear()
+        self.record.end(most_kept)
         torch.add(self._before, kept, out=self.lengths)
 
     def truncate(self, num_tokens: int | Tensor) -> None:
@@ -161,7 +174,7 @@ class CSA2Cache:
             raise CSA2InputError(
                 f"num_tokens is {num_tokens}; rows hold {self.lengths.tolist()} tokens: 0 to those are allowed"
             )
-        behind = int((self._farthest - lengths).max())
+        behind = int(((self._farthest - lengths) * (self.lengths > 0)).max())
         if behind > self.max_truncate:
             raise CSA2InputError(
                 f"num_tokens is {num_tokens}, which would leave a row {behind} tokens behind the farthest it has "
@@ -188,8 +201,6 @@ class CSA2Cache:
         rows = rows.to(self.device, torch.int64)
         for tensor in self._all_buffers():
             tensor.copy_(tensor[rows])
-        self.record.step = None
-        self.record.ran.clear()
 
     @contextmanager
     def step(self, num_tokens: int, attention_mask: Tensor | None = None) -> Iterator[None]:
@@ -207,14 +218,14 @@ class CSA2Cache:
         self.check_step(num_tokens, attention_mask, layer)
         record = self.record
         if layer is None or not record.ran:
-            record.most_before, record.step = record.most, num_tokens
-            record.ran.clear()
+            record.begin(num_tokens)
             self._before.copy_(self.lengths)
             if attention_mask is None:
                 self._real.fill_(num_tokens)
             else:
                 self._real.copy_((attention_mask != 0).sum(1))
-            torch.maximum(self._farthest, self.lengths + self._real, out=self._farthest)
+            farthest = self._farthest * (self.lengths > 0)  # an empty row begins anew
+            torch.maximum(farthest, self.lengths + self._real, out=self._farthest)
         record.ran.update(range(len(self.layers)) if layer is None else (layer,))
 
     def check_step(self, num_tokens: int, attention_mask: Tensor | None = None, layer: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The `csa2` command: run a text and compare, explain the passes, look at the machine."""
+"""The `csa2` command: run a text and compare, generate, explain the passes, look at the machine."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from rich.text import Text as RichText
 
 from csa2_compiled import run_report
 from csa2_compiled.doctor import CudaDevice, DoctorReport, examine, run_obstacle
+from csa2_compiled.generate_report import GenerateReport, generate_text
 from csa2_compiled.model import CSA2ForCausalLM
 from csa2_compiled.run_report import (
     BadArgumentError,
@@ -57,6 +58,17 @@ ConfigOption = Annotated[
         metavar="JSON",
     ),
 ]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Attention weights in the released layout: a safetensors file or a directory of them. "
+        "Everything else of the model stays random.",
+        metavar="SAFETENSORS",
+    ),
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the report there, as JSON.", metavar="PATH")
+]
 DeviceOption = Annotated[Device, typer.Option(help="Where to run.")]
 PassesOption = Annotated[
     str, typer.Option(help='Compiler passes: "all", "none", or names with commas between.', metavar="NAMES")
@@ -67,21 +79,12 @@ PassesOption = Annotated[
 def run(
     text: Annotated[Path, typer.Option(help="File whose first bytes are the tokens (UTF-8 text).", metavar="FILE")],
     config: ConfigOption = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="Attention weights in the released layout: a safetensors file or a directory of them. "
-            "Everything else of the model stays random.",
-            metavar="SAFETENSORS",
-        ),
-    ] = None,
+    weights: WeightsOption = None,
     device: DeviceOption = Device.CPU,
     passes: PassesOption = "all",
     seq_len: Annotated[int, typer.Option(help="Bytes of the text to read, at most.", metavar="N")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.", metavar="N")] = 0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the report there, as JSON.", metavar="PATH")
-    ] = None,
+    json_path: JsonOption = None,
     cache: Annotated[
         bool,
         typer.Option(
@@ -107,6 +110,68 @@ def run(
             compiled = run_report.compile_for_report(model, names, cache)
             report = run_report.report_run(compiled, excerpt, origin, cache, on_block)
         _print_run(_console(), report)
+        if json_path is not None:
+            _write_json(json_path, asdict(report))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to go on from, after that of --text.", metavar="TEXT")] = "",
+    text: Annotated[
+        Path | None, typer.Option(help="File whose last bytes come before the prompt.", metavar="FILE")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Bytes of --text to read, at most.", metavar="N")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="Bytes to generate, at most.", metavar="N")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte.", metavar="T")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the K likeliest bytes.", metavar="K")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest bytes that hold this probability.", metavar="P")
+    ] = None,
+    stop: Annotated[str, typer.Option(help="End at any of these bytes.", metavar="BYTES")] = "",
+    config: ConfigOption = None,
+    weights: WeightsOption = None,
+    device: DeviceOption = Device.CPU,
+    passes: PassesOption = "all",
+    eager: Annotated[bool, typer.Option("--eager", help="Compile nothing.")] = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Keep the cache as bytes of its quantization formats.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights and of the sampling.", metavar="N")] = 0,
+    json_path: JsonOption = None,
+) -> None:
+    """Go on from a text, byte by byte, and print the bytes as they come.
+
+    The text runs through the model in chunks and fills a cache; then one compiled step, the same graph at every
+    position, makes a byte. Rates, compilations and the cache's bytes go to stderr. Exit code 2 for a bad argument.
+    """
+    with _errors("generate"):
+        if json_path is not None:
+            _check_writable(json_path)
+        before = b"" if text is None else run_report.read_end(text, context)
+        prompt_bytes = before + os.fsencode(prompt)
+        if not prompt_bytes:
+            raise BadArgumentError("--prompt", "it is empty, and there is no --text; a byte to go on from is needed")
+        if max_new_tokens < 1:
+            raise BadArgumentError("--max-new-tokens", f"{max_new_tokens} is not at least 1")
+        length = len(prompt_bytes) + max_new_tokens
+        model, names = _prepare(
+            config, passes, device, length, seed, weights, compiles=not eager, length_argument="--max-new-tokens"
+        )
+        runs = model if eager else run_report.compile_for_report(model, names, caches=True)
+        report = generate_text(
+            runs,
+            prompt_bytes,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            os.fsencode(stop),
+            seed,
+            packed,
+            on_text=lambda piece: typer.echo(_printable(piece), nl=False),
+        )
+        typer.echo()
+        _print_generate(_console(stderr=True), report)
         if json_path is not None:
             _write_json(json_path, asdict(report))
 
@@ -176,12 +241,14 @@ def _prepare(
     seq_len: int,
     seed: int = 0,
     weights: Path | None = None,
+    compiles: bool = True,
+    length_argument: str = "--seq-len",
 ) -> tuple[CSA2ForCausalLM, tuple[str, ...]]:
     """The model and the names of the passes, every argument checked before anything is compiled."""
     names = run_report.choose_passes(passes)
     run_report.check_device(device.value)
-    cfg = run_report.read_config(config, seq_len)
-    obstacle = run_obstacle(device.value)
+    cfg = run_report.read_config(config, seq_len, length_argument)
+    obstacle = run_obstacle(device.value) if compiles else None
     if obstacle is not None:
         raise _NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
     return run_report.make_model(cfg, seed, device.value, weights), names
@@ -254,6 +321,24 @@ def _print_run(console: Console, report: RunReport) -> None:
     for summary in report.passes:
         console.print(f"Pass {summary.name}: " + "\n  ".join(_pass_lines(summary)))
     console.print(_loss_note(report))
+
+
+def _printable(text: str) -> str:
+    """Text for a terminal: what would move its cursor or change its colours is shown as an escape."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _print_generate(console: Console, report: GenerateReport) -> None:
+    console.print(_describe(report.environment), style="dim")
+    rate = report.prompt_bytes / report.prefill_seconds
+    console.print(f"Prompt: {report.prompt_bytes} bytes in {report.prefill_seconds:.2f} s ({rate:.0f} bytes/s).")
+    if report.first_step_seconds is not None:
+        compiled = "" if report.compilations is None else f", {report.compilations} compilations included"
+        console.print(f"First step: {report.first_step_seconds:.2f} s{compiled}.")
+    if report.tokens_per_second is not None:
+        console.print(f"Then {report.tokens_per_second:.1f} tokens/s ({report.new_bytes} bytes in all).")
+    kind = "packed" if report.packed else "unpacked"
+    console.print(f"Cache: {report.cache_bytes} bytes for {report.cache_tokens} tokens, {kind}.")
 
 
 def _layer_table(report: RunReport) -> Table:

@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.model import CSA2Block, CSA2ForCausalLM
 from csa2_compiled.ops import BODIES
-from csa2_compiled.passes import CompilerPass, InlineNamedOps, PassManager
+from csa2_compiled.passes import (
+    CompilerPass,
+    IndexScores,
+    InlineNamedOps,
+    KVGather,
+    PassManager,
+    RopeQuant,
+    SelectTopk,
+)
 from csa2_compiled.passes.inductor import (
     compile_with,
     fused_multiply_add,
     graph_cache_hits,
     graph_pass,
     graphs_compiled,
+    keep_kernel_launches,
     register_own_buffer_lowering,
     require_known_torch,
 )
@@ -27,7 +36,7 @@ from csa2_compiled.rope import apply_rope_real_body
 from csa2_compiled.state import CSA2Output
 
 # The passes in the order they run; inlining takes what the others left.
-PASS_ORDER = ("inline",)
+PASS_ORDER = ("select_topk", "index_scores", "kv_gather", "rope_quant", "inline")
 _NUMBERS = count()  # one a compiled model
 _RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
 # Inductor cannot fuse the complex product of the plain body; these have its bits on their device.
@@ -120,6 +129,7 @@ def compile_model(
     if regional and not isinstance(model, CSA2ForCausalLM):
         raise ValueError(f"regional=True needs a CSA2ForCausalLM; model is a {type(model).__name__}")
     register_own_buffer_lowering()
+    keep_kernel_launches()
     manager = PassManager([_make_pass(name) for name in resolve_passes(passes)], _source_files())
     return CompiledModel(model, manager, regional, **kwargs)
 
@@ -139,12 +149,20 @@ def resolve_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _make_pass(name: str) -> CompilerPass:
-    return {"inline": lambda: InlineNamedOps(BODIES, _DEVICE_BODIES)}[name]()
+    passes: dict[str, Callable[[], CompilerPass]] = {
+        "select_topk": SelectTopk,
+        "index_scores": IndexScores,
+        "kv_gather": KVGather,
+        "rope_quant": RopeQuant,
+        "inline": lambda: InlineNamedOps(BODIES, _DEVICE_BODIES),
+    }
+    return passes[name]()
 
 
 def _source_files() -> list[Path]:
     package = Path(__file__).parent
-    return [path for folder in (package, package / "masks", package / "passes") for path in folder.glob("*.py")]
+    folders = (package, package / "masks", package / "passes", package / "passes" / "kernels")
+    return [path for folder in folders for path in folder.glob("*.py")]
 
 
 def _run_region(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,6 @@ on one H200), so the tiles are never left to it on CUDA.
 
 from dataclasses import dataclass
 
-import torch
-
 # (rows of q, keys, warps), widest first.
 _TILES = ((128, 64, 8), (64, 64, 8), (64, 32, 8), (32, 32, 4), (32, 16, 4), (16, 16, 4))
 _SCRATCH_BYTES = 2048  # row maxima and sums that cross warps
@@ -60,9 +58,3 @@ def forward_tiles(head_dim: int, element_bytes: int, shared_memory: int, query_r
         f"{forward_tile_bytes(16, 16, head_dim, element_bytes, 1)} bytes of shared memory a block; the device "
         f"allows {shared_memory}"
     )
-
-
-@torch.compiler.assume_constant_result
-def shared_memory_per_block(device: torch.device) -> int:
-    """Bytes of shared memory one block may use on a CUDA device."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -55,6 +55,18 @@ def write_rows(rows: Rows, numbers: Tensor, values: Tensor) -> None:
     Packed rows take values that are already quantized to their format, and lose nothing.
     """
     batch = torch.arange(numbers.shape[0], device=numbers.device).unsqueeze(1)
-    fresh = pack(values, rows.format_name) if isinstance(rows, PackedTensor) else values
+    fresh = _pack_quantized(values, rows.format_name) if isinstance(rows, PackedTensor) else values
     for buffer, written in zip(buffers(rows), buffers(fresh), strict=True):
         buffer[batch, numbers] = written
+
+
+def _pack_quantized(values: Tensor, format_name: str) -> PackedTensor:
+    """The bytes of values that are already quantized; `pack` would quantize them once more."""
+    if format_name != "nvfp4":
+        return pack(values, format_name)  # finds the same values again
+    # An nvfp4 group of scale 2^-8 may have 4 * 2^-8 as its largest value, which would get the scale 2^-9 and be cut
+    # to 6 * 2^-9. Its half has the right codes under 2^-9, E4M3 code 1; code 2 is 2^-8.
+    groups = values.unflatten(-1, (-1, FORMATS[format_name].group_size))
+    halved = groups.abs().amax(-1) == 2.0**-6
+    packed = pack(torch.where(halved.unsqueeze(-1), groups / 2, groups).flatten(-2), format_name)
+    return packed._replace(scales=packed.scales + halved.to(torch.uint8))

@@ -187,10 +187,18 @@ def read_text(path: Path, seq_len: int) -> Text:
     return Text(path.name, data[:seq_len], len(data) > seq_len)
 
 
-def read_config(path: Path | None, seq_len: int) -> CSA2Config:
+def read_end(path: Path, count: int) -> bytes:
+    """The last `count` bytes of a file (all it has, if fewer). Raises BadArgumentError."""
+    if count < 1:
+        raise BadArgumentError("--context", f"{count} is not at least 1")
+    whole = read_text(path, max(1, path.stat().st_size if path.is_file() else 1))
+    return whole.data[-count:]
+
+
+def read_config(path: Path | None, seq_len: int, argument: str = "--seq-len") -> CSA2Config:
     """The config of a JSON file, `CSA2Config.tiny()` for None, checked to take that many bytes.
 
-    Raises BadArgumentError.
+    argument: what asked for them. Raises BadArgumentError.
     """
     try:
         cfg = CSA2Config.tiny() if path is None else CSA2Config.from_json(path)
@@ -202,7 +210,7 @@ def read_config(path: Path | None, seq_len: int) -> CSA2Config:
         raise BadArgumentError("--config", f"vocab_size is {cfg.vocab_size}; bytes need {BYTE_VALUES}")
     if not 1 <= seq_len <= cfg.max_position_embeddings:
         allowed = f"1 to max_position_embeddings = {cfg.max_position_embeddings}"
-        raise BadArgumentError("--seq-len", f"{seq_len} is not within {allowed} of the config")
+        raise BadArgumentError(argument, f"{seq_len} is not within {allowed} of the config")
     return cfg
 
 

@@ -13,11 +13,11 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
 
 from csa2_compiled import masks, ops
-from csa2_compiled.kernel_options import forward_tiles, shared_memory_per_block
+from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
 from csa2_compiled.matmul import matmul_float32, weighted_sum
-from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES
+from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES, shared_memory_per_block
 from csa2_compiled.rows import Rows, gather_rows, read_rows
 from csa2_compiled.tokens import Tokens
 
@@ -73,19 +73,16 @@ def sparse_attention(
     topk: K at most; starts: see `Tokens`. Logits are q . k / sqrt(D). Returns [B, S, H, D] in q's dtype.
     """
     if compressed_kv is None or topk_indices is None:
-        keys, topk_indices = window_kv, None
-    else:
-        keys = torch.cat([window_kv, compressed_kv], dim=1)
-        if layout is AttentionLayout.SLOTS and not has_static_value(topk_indices.shape[-1]):
-            # A symbolic number of slots would be the stride of a captured mask, which Inductor's CPU template
-            # garbles when one symbol's name begins with another's (torch 2.13); padded, it is a constant.
-            topk_indices = F.pad(topk_indices, (0, topk - topk_indices.shape[-1]), value=-1)
-    recent = masks.window_indices(q.shape[1], window, q.device, starts).expand(q.shape[0], -1, -1)
-    visible = visible_keys(recent, topk_indices)
+        compressed_kv = topk_indices = None
+    recent = masks.window_indices(q.shape[1], window, q.device, starts).expand(q.shape[0], -1, -1).contiguous()
     if layout is AttentionLayout.DENSE:
-        return _attend_dense(q, keys, visible, topk_indices, sink, window, starts)
-    gathered = ops.gather_kv(keys, visible if layout is AttentionLayout.PLAIN else with_sink_slot(visible))
-    return _attend_gathered(q, gathered, visible, sink, layout)
+        keys = window_kv if compressed_kv is None else torch.cat([window_kv, compressed_kv], dim=1)
+        return _attend_dense(q, keys, visible_keys(recent, topk_indices), topk_indices, sink, window, starts)
+    if topk_indices is not None and layout is AttentionLayout.SLOTS and not has_static_value(topk_indices.shape[-1]):
+        # A symbolic number of slots would be the stride of a captured mask, which Inductor's CPU template
+        # garbles when one symbol's name begins with another's (torch 2.13); padded, it is a constant.
+        topk_indices = F.pad(topk_indices, (0, topk - topk_indices.shape[-1]), value=-1)
+    return _attend_slots_of(q, window_kv, recent, compressed_kv, topk_indices, sink, layout)
 
 
 def cached_sparse_attention(
@@ -107,12 +104,28 @@ def cached_sparse_attention(
     assert tokens.past is not None
     past_kv = read_rows(ring)
     recent = masks.cached_window_indices(tokens.past, q.shape[1], window, past_kv.shape[1], tokens.starts)
-    slots, visible = (recent if layout is AttentionLayout.PLAIN else with_sink_slot(recent)), recent
-    gathered = ops.gather_kv(torch.cat([past_kv, window_kv], dim=1), slots)
+    return _attend_slots_of(
+        q, torch.cat([past_kv, window_kv], dim=1), recent, compressed_kv, topk_indices, sink, layout
+    )
+
+
+def _attend_slots_of(
+    q: Tensor,
+    window_kv: Tensor,
+    recent: Tensor,
+    compressed_kv: Rows | None,
+    topk_indices: Tensor | None,
+    sink: Tensor,
+    layout: AttentionLayout,
+) -> Tensor:
+    """Gather the slots of both sources, and attend: recent int32 [B, S, W] are rows of window_kv [B, N, D]."""
+    # A slot of zeros before all others is the sink's key.
+    slots = with_sink_slot(recent) if layout is AttentionLayout.SLOTS else recent
+    gathered, visible = ops.gather_kv(window_kv, slots), recent
     if compressed_kv is not None and topk_indices is not None:
         gathered = torch.cat([gathered, gather_rows(compressed_kv, topk_indices)], dim=2)
         visible = torch.cat([recent, topk_indices], dim=-1)
-    return _attend_gathered(q, gathered, visible, sink, layout)
+    return (_attend_slots if layout is AttentionLayout.SLOTS else _attend_plain)(q, gathered, visible, sink)
 
 
 def visible_keys(recent: Tensor, topk_indices: Tensor | None) -> Tensor:
@@ -196,11 +209,6 @@ def _attend_dense(
         kernel_options=_tiles(q, query_rows=KEY_BLOCK),
     )
     return attended.transpose(1, 2)
-
-
-def _attend_gathered(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor, layout: AttentionLayout) -> Tensor:
-    """gathered: [B, S, slots, D], the keys of the visible slots, in the slots layout after one of zeros."""
-    return (_attend_slots if layout is AttentionLayout.SLOTS else _attend_plain)(q, gathered, visible, sink)
 
 
 def _attend_slots(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) -> Tensor:

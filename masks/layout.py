@@ -22,7 +22,7 @@ from enum import Enum
 
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-SLOTS_PER_DENSE_PAIR = {"cuda": 1.1, "cpu": 2.3}
+SLOTS_PER_DENSE_PAIR = {"cuda": 0.35, "cpu": 2.3}
 KEY_BLOCK = 128
 
 
@@ -73,8 +73,10 @@ def choose_layout(
     """
     if requested is not AttentionLayout.AUTO:
         return LayoutChoice(requested, "requested")
-    if cached:
+    if cached and (device_type != "cuda" or not compiling or not flex_takes_dtype):
         return LayoutChoice(AttentionLayout.PLAIN, "cached: few queries, each with rows of its own")
+    if cached:
+        return LayoutChoice(AttentionLayout.SLOTS, "cached, compiled for CUDA: kernels gather the slots")
     if needs_gradient:
         return LayoutChoice(AttentionLayout.PLAIN, "gradients go through plain products")
     if not flex_takes_dtype:

@@ -65,6 +65,19 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return fma(*torch.broadcast_tensors(a, b, c))
 
 
+@torch.compiler.assume_constant_result
+def shared_memory_per_block(device: torch.device) -> int:
+    """Bytes of shared memory one block may use on a CUDA device."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def keep_kernel_launches() -> None:
+    """Tell FX that a kernel launch, which returns nothing and writes its arguments, is not dead code."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    fx.node.has_side_effect(triton_kernel_wrapper_mutation)
+
+
 def register_own_buffer_lowering() -> None:
     """Lower `csa2::own_buffer` to a realized buffer, so that its producer still fuses into the write."""
     from torch._inductor.ir import ExternKernel
@@ -98,6 +111,8 @@ def compile_with(
     options["post_grad_custom_pre_pass"] = manager_pass
     # Round to bfloat16 wherever the eager code does: quantization comes next, and would land elsewhere.
     options.setdefault("emulate_precision_casts", True)
+    # Kernels that passes put in are given strides as numbers, so buffers may not grow others.
+    options.setdefault("comprehensive_padding", False)
     compiled = torch.compile(function, options=options, **kwargs)
 
     def call(*args: Any, **call_kwargs: Any) -> Any:

@@ -10,8 +10,7 @@ after::
     ...
     %kv = call_function prims.convert_element_type(%view, torch.bfloat16)
 
-Inductor then fuses the body like any tensor code. The body is traced under the node's own fake mode and
-with Inductor's decompositions, without which its lowering fails.
+Inductor then fuses the body like any tensor code.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from csa2_compiled.passes.inductor import fake_mode_of, trace_body
 from csa2_compiled.passes.manager import CompilerPass, PassReport
+from csa2_compiled.passes.rewrite import all_arguments, example_of, replace_by_trace
 
 
 class InlineNamedOps(CompilerPass):
@@ -44,41 +43,8 @@ class InlineNamedOps(CompilerPass):
         report = PassReport(self.name)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in self.bodies:
-                self._inline(graph, node)
-                report.fire(node.target.name())
+                target = cast(torch._ops.OpOverload, node.target)
+                body = self.device_bodies.get((target, example_of(node).device.type), self.bodies[target])
+                replace_by_trace(graph, node, body, all_arguments(node))
+                report.fire(target.name())
         return report
-
-    def _inline(self, graph: fx.Graph, node: fx.Node) -> None:
-        arguments = _all_arguments(node)
-        is_input = [isinstance(argument, fx.Node) for argument in arguments]
-        value = node.meta["val"]
-        target = cast(torch._ops.OpOverload, node.target)
-        body = self.device_bodies.get((target, value.device.type), self.bodies[target])
-
-        def with_constants(*inputs: Tensor) -> Tensor:
-            given = iter(inputs)
-            return body(*(next(given) if i else a for i, a in zip(is_input, arguments, strict=True)))
-
-        inputs = [argument for argument in arguments if isinstance(argument, fx.Node)]
-        with fake_mode_of(value):
-            traced = trace_body(with_constants, [argument.meta["val"] for argument in inputs])
-        remaining, copies = iter(inputs), {}
-        with graph.inserting_before(node):
-            for inner in traced.nodes:
-                if inner.op == "placeholder":
-                    copies[inner] = next(remaining)
-                elif inner.op == "output":
-                    node.replace_all_uses_with(copies[inner.args[0]])
-                else:
-                    copies[inner] = graph.node_copy(inner, copies.__getitem__)
-        graph.erase_node(node)
-
-
-def _all_arguments(node: fx.Node) -> list[object]:
-    """A node's arguments in schema order, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    return [
-        node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        for i, argument in enumerate(schema)
-    ]

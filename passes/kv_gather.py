@@ -1,0 +1,278 @@
+"""The attention pass: gather, FlexAttention, sink and the rotations around them become one kernel.
+
+before (the slots layout)::
+
+    %q = call_function csa2.apply_rope(%projected, %rotations, False)
+    %window = call_function csa2.gather_kv(%window_kv, %window_slots)
+    %selected = call_function csa2.gather_kv(%compressed_kv, %topk)
+    %keys = call_function aten.cat([%window, %selected], 2)
+    %attended = call_function flex_attention(%q, %keys, %keys, %sink_score, %slot_mask, ...)
+    %out = call_function csa2.apply_rope(%attended, %rotations, True)
+
+after::
+
+    %out = call_function aten.empty([1, 4096, 64, 512])
+    call_function triton_kernel_wrapper_mutation(sparse_attention_kernel, %projected, %window_kv, ..., %out)
+
+The kernel knows one score mod, the sink, and one mask, the filled slots. FlexAttention calls with any other mod
+are left as they are, so that whoever changes the attention in Python gets what they wrote.
+"""
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from csa2_compiled.passes.inductor import shared_memory_per_block
+from csa2_compiled.passes.manager import CompilerPass, PassReport
+from csa2_compiled.passes.rewrite import (
+    all_arguments,
+    example_of,
+    is_call,
+    replace_by_trace,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NAME = "flex_attention"
+_MANY_TOKENS = 4096  # where their number is not known while compiling
+aten, csa2 = torch.ops.aten, torch.ops.csa2
+
+
+@dataclass
+class _Match:
+    """What the kernel needs of one FlexAttention call; last: the node whose value it makes."""
+
+    q: fx.Node
+    sink: fx.Node
+    sources: list[tuple[fx.Node, fx.Node]]  # (keys [B, N, D], indices int32 [B, S, slots])
+    last: fx.Node
+    rotations: fx.Node | None = None
+    rotate_q: bool = False
+    rotate_output: bool = False
+
+
+class _NoMatchError(Exception):
+    """Why a FlexAttention call is not the kernel's."""
+
+
+class KVGather(CompilerPass):
+    """Serves the slots layout on CUDA, up to 128 heads and 512 channels, in inference."""
+
+    name = "kv_gather"
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        report = PassReport(self.name)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention:
+                try:
+                    match = _match(graph, node)
+                    _check_tiles(match)
+                except _NoMatchError as error:
+                    report.decline(_NAME, str(error))
+                    continue
+                _rewrite(graph, match)
+                report.fire(_NAME)
+                for _ in match.sources:
+                    report.fire("csa2::gather_kv")
+                for _ in range(match.rotate_q + match.rotate_output):
+                    report.fire("csa2::apply_rope")
+        return report
+
+
+def _match(graph: fx.Graph, flex: fx.Node) -> _Match:
+    q, keys, values, score_mod, block_mask, scale, _, score_buffers, mask_buffers = flex.args
+    value = example_of(q)  # type: ignore[arg-type]
+    if value.device.type != "cuda":
+        raise _NoMatchError(f"the kernel is for CUDA, not {value.device.type}")
+    if value.dtype not in _DTYPES:
+        raise _NoMatchError(f"the kernel does not take {value.dtype}")
+    if _behind_views(keys) is not _behind_views(values):
+        raise _NoMatchError("keys and values are not the same tensor")
+    if scale != value.shape[-1] ** -0.5:
+        raise _NoMatchError(f"the scale is {scale}, not 1 / sqrt(head_dim)")
+    sources = _sources(_behind_views(keys))
+    outputs = list(flex.users)
+    if len(outputs) != 1 or not is_call(outputs[0], getitem) or outputs[0].args[1] != 0:
+        raise _NoMatchError("more than the output is used")
+    module = graph.owning_module
+    if not _is_sink_score(getattr(module, score_mod.target).graph, score_buffers):  # type: ignore[union-attr]
+        raise _NoMatchError("the score mod is not that of the sink alone")
+    mask_graph = getattr(module, block_mask[-1].target).graph  # type: ignore[index,union-attr]
+    if not _is_slot_mask(mask_graph, mask_buffers, [indices for _, indices in sources]):
+        raise _NoMatchError("the mask mod is not that of the filled slots alone")
+    match = _Match(_behind_views(q), _behind_views(score_buffers[0]), sources, outputs[0])  # type: ignore[index]
+    _take_rotations(match)
+    return match
+
+
+def _take_rotations(match: _Match) -> None:
+    """Absorb RoPE of q and of the output where nothing else needs their results and both turn alike."""
+    if is_call(match.q, csa2.apply_rope.default) and len(match.q.users) == 1:
+        x, rotations, inverse = all_arguments(match.q)
+        if not inverse:
+            match.q, match.rotations, match.rotate_q = x, rotations, True
+    output = match.last
+    while len(output.users) == 1 and is_call(user := next(iter(output.users)), aten.reshape.default):
+        output = user
+    user = next(iter(output.users), None)
+    if len(output.users) == 1 and is_call(user, csa2.apply_rope.default):
+        _, rotations, inverse = all_arguments(user)  # type: ignore[arg-type]
+        if inverse and rotations is (match.rotations or rotations):
+            match.last, match.rotations, match.rotate_output = user, rotations, True  # type: ignore[assignment]
+
+
+def _check_tiles(match: _Match) -> None:
+    heads, dim = _heads_and_dim(match)
+    if heads > 128 or dim > 512:
+        raise _NoMatchError(f"{heads} heads of {dim} channels; the kernel takes up to 128 of 512")
+    if any(not isinstance(example_of(indices).shape[-1], int) for _, indices in match.sources):
+        raise _NoMatchError("the number of slots is not known while compiling")
+    try:
+        _tiles(match)
+    except ValueError as error:
+        raise _NoMatchError(str(error)) from error
+
+
+def _tiles(match: _Match) -> Any:
+    from csa2_compiled.passes.kernels.sparse_attention import choose_tiles
+
+    q, indices = example_of(match.q), [example_of(indices) for _, indices in match.sources]
+    tokens = indices[0].shape[0] * indices[0].shape[1]
+    heads, dim = _heads_and_dim(match)
+    return choose_tiles(
+        tokens if isinstance(tokens, int) else _MANY_TOKENS,
+        heads,
+        dim,
+        q.element_size(),
+        sum(i.shape[-1] for i in indices),
+        shared_memory_per_block(q.device),
+    )
+
+
+def _heads_and_dim(match: _Match) -> tuple[int, int]:
+    return tuple(example_of(match.q).shape[-2:])  # type: ignore[return-value]
+
+
+def _rewrite(graph: fx.Graph, match: _Match) -> None:
+    from csa2_compiled.passes.kernels.sparse_attention import sparse_attention
+
+    result = example_of(match.last)
+    heads, dim = _heads_and_dim(match)
+    batch, tokens = example_of(match.sources[0][1]).shape[:2]
+    rotate_q, rotate_output = match.rotate_q, match.rotate_output
+    shape, tiles = tuple(result.shape), _tiles(match)
+
+    def body(q: Tensor, sink: Tensor, rotations: Tensor | None, *sources: Tensor) -> Tensor:
+        out = sparse_attention(
+            q.reshape(batch, tokens, heads, dim),
+            sink,
+            *sources[:2],
+            *sources[2:],
+            rotations=rotations,
+            rotate_q=rotate_q,
+            rotate_output=rotate_output,
+            tiles=tiles,
+        )
+        return out.reshape(shape)
+
+    tensors = [tensor for source in match.sources for tensor in source]
+    replace_by_trace(graph, match.last, body, (match.q, match.sink, match.rotations, *tensors))
+
+
+def _sources(keys: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(rows, slots) of each gather whose results, one after the other, are the keys."""
+    parts = keys.args[0] if is_call(keys, aten.cat.default) else [keys]
+    if is_call(keys, aten.cat.default) and keys.args[1:] != (2,):
+        raise _NoMatchError("the keys are not gathered slots")
+    sources = []
+    for part in parts:  # type: ignore[union-attr]
+        gather = _behind_views(part)
+        if not is_call(gather, csa2.gather_kv.default):
+            raise _NoMatchError("the keys are not gathered slots: the layout is dense, or the gather has another user")
+        rows, indices = gather.args
+        sources.append((rows, _without_sink(indices)))
+    if len(sources) > 2:
+        raise _NoMatchError(f"the keys come from {len(sources)} sources; the kernel takes two")
+    return sources  # type: ignore[return-value]
+
+
+def _without_sink(indices: Any) -> Any:
+    """The slots without the empty one in front of them that stands for the sink, where there is one."""
+    parts = _flat(indices)
+    return parts[1] if len(parts) == 2 and _is_empty_slot(parts[0]) else indices
+
+
+def _flat(node: Any) -> list[Any]:
+    """The parts of nested concatenations along the last dim."""
+    if is_call(node, aten.cat.default) and node.args[1] in (-1, example_of(node).dim() - 1):
+        return [leaf for part in node.args[0] for leaf in _flat(part)]
+    return [node]
+
+
+def _is_empty_slot(node: Any) -> bool:
+    return is_call(node, aten.full.default) and node.args[1] == -1 and node.args[0][-1] == 1
+
+
+def _behind_views(node: Any) -> fx.Node:
+    while is_call(node, csa2.own_buffer.default) or is_call(node, aten.reshape.default):
+        node = node.args[0]
+    return node
+
+
+def _is_sink_score(graph: fx.Graph, buffers: Any) -> bool:
+    """where(key == 0, sink[row], score)"""
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if len(buffers) != 1 or len(inputs) != 6:
+        return False
+    score, _, _, row, key, sink = inputs
+    chosen = _behind_casts(nodes[-1].args[0])
+    if not is_call(chosen, aten.where.self):
+        return False
+    test, replacement, kept = chosen.args
+    replacement = _behind_casts(replacement)
+    return (
+        is_call(test, aten.eq.Scalar)
+        and tuple(test.args) == (key, 0)
+        and is_call(replacement, aten.index.Tensor)
+        and replacement.args[0] is sink
+        and list(replacement.args[1]) == [row]
+        and kept is score
+    )
+
+
+def _is_slot_mask(graph: fx.Graph, buffers: Any, slots: list[fx.Node]) -> bool:
+    """filled[batch row, key], where `filled` are the sink's slot and the non-negative ones of `slots`."""
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if len(buffers) != 1 or len(inputs) != 5:
+        return False
+    row, _, _, key, filled = inputs
+    looked_up = nodes[-1].args[0]
+    if not is_call(looked_up, aten.index.Tensor) or looked_up.args[0] is not filled:
+        return False
+    if list(looked_up.args[1]) != [row, key]:
+        return False
+    source = _behind_views(buffers[0])
+    if not is_call(source, aten.index_put.default):
+        return False
+    test, places = source.args[:2]
+    if not is_call(test, aten.ge.Scalar) or test.args[1] != 0:
+        return False
+    if list(places[:2]) != [None, None] or not _is_zero(places[2]):
+        return False
+    empty, *rest = _flat(test.args[0])
+    return _is_empty_slot(empty) and rest == [leaf for part in slots for leaf in _flat(part)]
+
+
+def _is_zero(node: Any) -> bool:
+    return is_call(node, aten.full.default) and node.args == ([1], 0)
+
+
+def _behind_casts(node: Any) -> Any:
+    casts = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+    while any(is_call(node, cast) for cast in casts):
+        node = node.args[0]
+    return node

@@ -1,0 +1,87 @@
+"""What passes share: putting traced code in place of a node, and reading a graph around it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from csa2_compiled.passes.inductor import fake_mode_of, trace_body
+
+
+def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Tensor], arguments: Sequence[Any]) -> fx.Node:
+    """Trace ``body(*arguments)``, where nodes stand for their values, in place of `node`; returns its result's node.
+
+    The body is traced under the node's own fake mode and with Inductor's decompositions, without which its lowering
+    fails. `node` goes, with everything that only it needed.
+    """
+    is_input = [isinstance(argument, fx.Node) for argument in arguments]
+    inputs = [argument for argument in arguments if isinstance(argument, fx.Node)]
+
+    def with_constants(*values: Tensor) -> Tensor:
+        given = iter(values)
+        return body(*(next(given) if i else a for i, a in zip(is_input, arguments, strict=True)))
+
+    with fake_mode_of(example_of(node)):
+        traced = trace_body(with_constants, [example_of(argument) for argument in inputs])
+    remaining, copies = iter(inputs), {}
+    with graph.inserting_before(node):
+        for inner in traced.nodes:
+            if inner.op == "placeholder":
+                copies[inner] = next(remaining)
+            elif inner.op == "output":
+                result = cast(fx.Node, copies[inner.args[0]])
+            else:
+                copies[inner] = graph.node_copy(inner, copies.__getitem__)
+    node.replace_all_uses_with(result)
+    erase_unused(graph, node)
+    return result
+
+
+def example_of(node: fx.Node) -> Any:
+    """The example value that a node stands for."""
+    return node.meta["val"]
+
+
+def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node that nothing uses, and then what only it needed."""
+    waiting = [node]
+    while waiting:
+        unused = waiting.pop()
+        if unused.users or unused.op in ("placeholder", "output") or unused._erased:
+            continue
+        inputs = unused.all_input_nodes
+        graph.erase_node(unused)
+        waiting += inputs
+
+
+def is_call(node: Any, target: Any) -> bool:
+    """Whether an argument is a node that calls `target`."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
+
+
+def all_arguments(node: fx.Node) -> list[Any]:
+    """A node's arguments in schema order, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    return [
+        node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(schema)
+    ]
+
+
+def why_not_cuda(node: fx.Node, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Why a kernel for CUDA and these dtypes cannot make `node`'s value; None when it can."""
+    value = example_of(node)
+    if value.device.type != "cuda":
+        return f"the kernel is for CUDA, not {value.device.type}"
+    first = node.all_input_nodes[0]
+    dtype = example_of(first).dtype
+    if dtype not in dtypes:
+        return f"the kernel does not take {dtype}"
+    return None
+
+
+def has_symbols(*nodes: fx.Node) -> bool:
+    """Whether any of these values has a size that is not known while compiling."""
+    return any(not isinstance(size, int) for node in nodes for size in example_of(node).shape)
