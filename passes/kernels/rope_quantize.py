@@ -83,7 +83,7 @@ def rope_quantize(
         head_stride,
         0 if rotations is None or rotations.shape[0] == 1 else rotations.stride(0),
         0 if rotations is None else rotations.stride(1),
-        eps,
+        EPS=eps,
         DIM=dim,
         PADDED_DIM=triton.next_power_of_2(dim),
         ROTARY_DIM=0 if rotations is None else 2 * rotations.shape[2],
@@ -113,7 +113,7 @@ def rope_quantize_kernel(
     head_stride,
     rotation_batch_stride,
     rotation_token_stride,
-    eps,
+    EPS: tl.constexpr,  # a float argument would be float64 in Inductor's launches
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -137,7 +137,7 @@ def rope_quantize_kernel(
     row_offset = batch * batch_stride + token * token_stride + head * head_stride
     x = tl.load(x_ptr + row_offset[:, None] + channel, mask=exists, other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / DIM) + eps)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / DIM) + EPS)
         # Loaded as a whole tile, a row would lay out x its own way and send it through shared memory.
         weight = tl.load(norm_weight_ptr + tl.broadcast_to(channel, (ROWS, PADDED_DIM)), mask=exists, other=0.0)
         x = round_to(weight * (x * scale[:, None]), dtype).to(tl.float32)

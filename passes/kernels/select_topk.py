@@ -41,7 +41,7 @@ class SelectTopkTiles:
     """
 
     block: int = 8192
-    keys_per_thread: int = 16
+    keys_per_thread: int = 32
     max_registers: int | None = None
 
     def launch_options(self, block: int) -> dict[str, int]:
@@ -172,7 +172,7 @@ def candidate_blocks(
     traceable(mark_blocks_kernel)[(rows, triton.cdiv(k + 1, tiles.blocks))](
         kept,
         visible_stop,
-        marks.view(torch.uint8),
+        marks,
         queries,
         positions,
         k,
@@ -302,7 +302,7 @@ def mark_blocks_kernel(
     PADDED_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Set marks [rows, positions] to 1 in the kept blocks [rows, k] (-1: none) and in the newest one."""
+    """Set marks [rows, positions], bool, in the kept blocks [rows, k] (-1: none) and in the newest one."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     stop = tl.load(visible_stop_ptr + (row // queries) * stop_batch_stride + (row % queries) * stop_query_stride)
@@ -311,7 +311,7 @@ def mark_blocks_kernel(
     within = tl.arange(0, PADDED_SIZE)[None, :]
     position = block[:, None] * BLOCK_SIZE + within
     inside = (block >= 0)[:, None] & (within < BLOCK_SIZE) & (position < positions)
-    ones = tl.full((BLOCKS, PADDED_SIZE), 1, tl.uint8)
+    ones = tl.full((BLOCKS, PADDED_SIZE), 1, tl.int1)
     tl.store(marks_ptr + row * positions + position, ones, mask=inside)
 
 

@@ -159,7 +159,7 @@ def sparse_attention(
         *_strides(window_kv, window_indices),
         *_strides(compressed_kv, topk_indices),
         *rotation_strides,
-        dim**-0.5,
+        SCALE=dim**-0.5,
         DIM=dim,
         PADDED_DIM=padded_dim,
         ROTARY_DIM=rotary_dim,
@@ -244,7 +244,7 @@ def sparse_attention_kernel(
     topk_token_stride,
     rotation_batch_stride,
     rotation_token_stride,
-    scale,
+    SCALE: tl.constexpr,  # a float argument would be float64 in Inductor's launches
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -323,7 +323,7 @@ def sparse_attention_kernel(
         kv_rows = kv_ptr + index.to(tl.int64)[:, None] * row_stride
         kv_exists = (index >= 0)[:, None] & (channel < DIM)[None, :]
         kv = tl.load(kv_rows + channel[None, :], mask=kv_exists, other=0.0)
-        logits = dot_float32(q, tl.trans(kv), tl.zeros((HEADS, SLOTS), tl.float32)) * (scale * _LOG2_E)
+        logits = dot_float32(q, tl.trans(kv), tl.zeros((HEADS, SLOTS), tl.float32)) * (SCALE * _LOG2_E)
         logits = tl.where((index >= 0)[None, :], logits, -float("inf"))
         weights = tl.zeros((HEADS, SLOTS), dtype)
         kept = tl.full((HEADS,), 1.0, tl.float32)
