@@ -153,7 +153,7 @@ class CSA2Attention(nn.Module):
         cfg = self.cfg
         if cache is not None:
             layout = self.choose_layout(q, 0, cached=True).layout
-            attended = cached_sparse_attention(
+            return cached_sparse_attention(
                 q,
                 window_kv,
                 cache.window,
@@ -164,8 +164,6 @@ class CSA2Attention(nn.Module):
                 tokens,
                 layout,
             )
-            write_rows(cache.window, tokens.ring_rows(cache.ring_size), window_kv)
-            return attended
         assert not isinstance(compressed_kv, PackedTensor)
         inputs = (q, window_kv, self.attn_sink, *(() if compressed_kv is None else (compressed_kv,)))
         num_compressed = 0 if compressed_kv is None else compressed_kv.shape[1]

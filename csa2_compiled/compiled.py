@@ -15,6 +15,7 @@ from csa2_compiled.model import CSA2Block, CSA2ForCausalLM
 from csa2_compiled.ops import BODIES
 from csa2_compiled.passes import (
     CompilerPass,
+    Gemv,
     IndexScores,
     InlineNamedOps,
     KVGather,
@@ -36,7 +37,7 @@ from csa2_compiled.rope import apply_rope_real_body
 from csa2_compiled.state import CSA2Output
 
 # The passes in the order they run; inlining takes what the others left.
-PASS_ORDER = ("select_topk", "index_scores", "kv_gather", "rope_quant", "inline")
+PASS_ORDER = ("select_topk", "index_scores", "kv_gather", "rope_quant", "gemv", "inline")
 _NUMBERS = count()  # one a compiled model
 _RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
 # Inductor cannot fuse the complex product of the plain body; these have its bits on their device.
@@ -154,6 +155,7 @@ def _make_pass(name: str) -> CompilerPass:
         "index_scores": IndexScores,
         "kv_gather": KVGather,
         "rope_quant": RopeQuant,
+        "gemv": Gemv,
         "inline": lambda: InlineNamedOps(BODIES, _DEVICE_BODIES),
     }
     return passes[name]()

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from csa2_compiled.config import CSA2Config
 from csa2_compiled.masks.window import ring_and_fresh
+from csa2_compiled.matmul import linear_float32
 from csa2_compiled.norm import RMSNorm
 from csa2_compiled.rows import write_rows
 from csa2_compiled.tokens import Tokens
@@ -59,8 +59,7 @@ class Compressor(nn.Module):
 
     def _values_and_gates(self, x: Tensor) -> Tensor:
         """[B, S, 2 head_dim], at least float32."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return torch.cat([F.linear(wide, w.weight.to(wide.dtype)) for w in (self.wkv, self.wgate)], dim=-1)
+        return linear_float32(x, (self.wkv.weight, self.wgate.weight))
 
     def _pool(self, values_and_gates: Tensor, dtype: torch.dtype) -> Tensor:
         """Softmax pooling of each `ratio` consecutive rows, then cast and norm."""

@@ -1,5 +1,8 @@
 """One decoding step with everything on the device: no launches, no synchronization, one replayed CUDA graph."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,8 +10,6 @@ from csa2_compiled.cache import CSA2Cache
 from csa2_compiled.compiled import CompiledModel
 from csa2_compiled.model import CSA2ForCausalLM
 from csa2_compiled.tokens import CSA2InputError
-
-_WARM_UPS = 3  # compilation, autotuning, and one that allocates nothing new
 
 
 class DecodeStep:
@@ -55,15 +56,32 @@ class DecodeStep:
 
     def _capture(self) -> None:
         record = self.cache.record.copy()
-        stream = torch.cuda.Stream(self.cache.device)
-        stream.wait_stream(torch.cuda.current_stream(self.cache.device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self.model(self._ids, cache=self.cache)
-                self.cache.advance(0)
-        torch.cuda.current_stream(self.cache.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def step() -> None:
             self._logits = self.model(self._ids, cache=self.cache)
+
+        def undone() -> None:
+            step()
+            self.cache.advance(0)
+
+        self._graph = capture(step, self.cache.device, undone)
         self.cache.record.assign(record)
-        self._graph = graph
+
+
+def capture(
+    step: Callable[[], Any], device: torch.device, warm_up: Callable[[], Any] | None = None
+) -> torch.cuda.CUDAGraph:
+    """Capture a call as a CUDA graph, after three warm-ups on a stream beside: compilation must not be captured.
+
+    warm_up: what the warm-ups call; None is `step`.
+    """
+    current, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            (warm_up or step)()
+    current.wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from csa2_compiled.config import CSA2Config
-from csa2_compiled.kernel_options import ForwardTiles, forward_tiles, shared_memory_per_block
+from csa2_compiled.kernel_options import ForwardTiles, forward_tiles
 from csa2_compiled.masks.layout import KEY_BLOCK
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.passes.inductor import KNOWN_VERSIONS, cpp_compiler
+from csa2_compiled.passes.inductor import KNOWN_VERSIONS, cpp_compiler, shared_memory_per_block
 
 EAGER, KNOWN_TORCH = "eager", "torch known to the passes"
 COMPILE_ON_CPU, COMPILE_ON_CUDA = "compile on CPU", "compile on CUDA"

@@ -1,9 +1,13 @@
 """Products of low-precision tensors with float32 accumulation and float32 results."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_MANY_ROWS = 256  # from here on a float32 product costs more than splitting its weight
 
 
 def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -28,6 +32,25 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     high = weights.to(values.dtype)
     halves = torch.cat([high, (weights - high).to(values.dtype)], dim=1)
     return matmul_float32(halves, values).unflatten(1, (2, weights.shape[1])).sum(1)
+
+
+def linear_float32(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x [B, S, K] times the transposes of float32 weights [N, K], in float32 or wider: [B, S, N of all together].
+
+    Where tensor cores multiply bfloat16 activations, a weight goes in as the sum of three bfloat16 numbers, which
+    keep all of its 24 bits, so that every product is exact, as in float32, and only sums round. For a few rows that
+    costs more than it saves.
+    """
+    rows = x.shape[0] * x.shape[1]
+    if x.dtype is not torch.bfloat16 or not _takes_tensor_cores(x, weights[0]) or rows < _MANY_ROWS:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return torch.cat([F.linear(wide, weight.to(wide.dtype)) for weight in weights], dim=-1)
+    parts, rest = [], torch.cat(list(weights))
+    for _ in range(3):
+        parts.append(rest.to(x.dtype))
+        rest = rest - parts[-1]
+    products = torch.mm(x.flatten(0, 1), torch.cat(parts).t(), out_dtype=torch.float32)
+    return products.unflatten(1, (3, rest.shape[0])).sum(1).view(*x.shape[:2], rest.shape[0])
 
 
 def _takes_tensor_cores(a: Tensor, b: Tensor) -> bool:

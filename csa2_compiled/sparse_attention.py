@@ -18,7 +18,7 @@ from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
 from csa2_compiled.matmul import matmul_float32, weighted_sum
 from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES, shared_memory_per_block
-from csa2_compiled.rows import Rows, gather_rows, read_rows
+from csa2_compiled.rows import Rows, buffers, gather_rows, read_rows, write_rows
 from csa2_compiled.tokens import Tokens
 
 SLOT_KEY_BLOCK = 64  # a narrower block wastes less of the last one
@@ -96,17 +96,24 @@ def cached_sparse_attention(
     tokens: Tokens,
     layout: AttentionLayout,
 ) -> Tensor:
-    """The same after the past of a cache, in the plain or the slots layout.
+    """The same after the past of a cache, in the plain or the slots layout; puts the new window keys into its ring.
 
-    window_kv: [B, S, D], this step's own; ring: the window rows of its `LayerCache`, not yet written by this step;
-    compressed_kv: [B, T, D] or more rows; the others as in `sparse_attention`.
+    window_kv: [B, S, D], this step's own; ring: the window rows of a `LayerCache`; compressed_kv: [B, T, D] or more
+    rows; the others as in `sparse_attention`.
     """
     assert tokens.past is not None
-    past_kv = read_rows(ring)
-    recent = masks.cached_window_indices(tokens.past, q.shape[1], window, past_kv.shape[1], tokens.starts)
-    return _attend_slots_of(
-        q, torch.cat([past_kv, window_kv], dim=1), recent, compressed_kv, topk_indices, sink, layout
-    )
+    num_tokens, ring_rows = q.shape[1], buffers(ring)[0].shape[1]
+    kept = tokens.ring_rows(ring_rows - 1)
+    # A short step's keys overwrite none that its own queries see; then the ring alone has all of them.
+    written = num_tokens <= ring_rows - window
+    if written:
+        write_rows(ring, kept, window_kv)
+        keys = read_rows(ring)
+    else:
+        keys = torch.cat([read_rows(ring), window_kv], dim=1)
+        write_rows(ring, kept, window_kv)
+    recent = masks.cached_window_indices(tokens.past, num_tokens, window, ring_rows, tokens.starts, written)
+    return _attend_slots_of(q, keys, recent, compressed_kv, topk_indices, sink, layout)
 
 
 def _attend_slots_of(

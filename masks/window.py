@@ -42,17 +42,18 @@ def ring_and_fresh(positions: Tensor, past: Tensor, ring_rows: int) -> Tensor:
 
 
 def cached_window_indices(
-    past: Tensor, num_tokens: int, window: int, ring_rows: int, starts: Tensor | None = None
+    past: Tensor, num_tokens: int, window: int, ring_rows: int, starts: Tensor | None = None, written: bool = False
 ) -> Tensor:
     """Rows of every query's window, newest first, in a cache's ring followed by the step's own keys.
 
     past: int64 [B]; ring_rows: as in `ring_and_fresh`; starts: int [B, S], num_tokens for a padded query, which sees
-    nothing. Returns int32 [B, S, window]; -1 where the slot is empty.
+    nothing; written: the ring already holds the step's keys. Returns int32 [B, S, window]; -1 where the slot is empty.
     """
     query = past.unsqueeze(1) + torch.arange(num_tokens, device=past.device)
     positions = query.unsqueeze(-1) - torch.arange(window, device=past.device)
     seen = positions >= 0
     if starts is not None:
         seen = seen & (starts < num_tokens).unsqueeze(-1)
-    rows = ring_and_fresh(positions.clamp(min=0), past[:, None, None], ring_rows)
+    positions = positions.clamp(min=0)
+    rows = positions % (ring_rows - 1) if written else ring_and_fresh(positions, past[:, None, None], ring_rows)
     return torch.where(seen, rows, -1).to(torch.int32)

@@ -3,6 +3,7 @@
 Imported as ``csa2_compiled.passes``. A file a pass; `inductor` is the one file that touches Inductor.
 """
 
+from csa2_compiled.passes.gemv import Gemv
 from csa2_compiled.passes.index_scores import IndexScores
 from csa2_compiled.passes.inductor import UnknownTorchVersionError
 from csa2_compiled.passes.inline import InlineNamedOps
@@ -13,6 +14,7 @@ from csa2_compiled.passes.select_topk import SelectTopk
 
 __all__ = [
     "CompilerPass",
+    "Gemv",
     "IndexScores",
     "InlineNamedOps",
     "KVGather",

@@ -44,11 +44,11 @@ aten, csa2 = torch.ops.aten, torch.ops.csa2
 class _Match:
     """What the kernel needs of one FlexAttention call; last: the node whose value it makes."""
 
-    q: fx.Node
-    sink: fx.Node
-    sources: list[tuple[fx.Node, fx.Node]]  # (keys [B, N, D], indices int32 [B, S, slots])
-    last: fx.Node
-    rotations: fx.Node | None = None
+    q: Any
+    sink: Any
+    sources: list[tuple[Any, Any]]  # (keys [B, N, D], indices int32 [B, S, slots])
+    last: Any
+    rotations: Any = None
     rotate_q: bool = False
     rotate_output: bool = False
 
@@ -81,9 +81,9 @@ class KVGather(CompilerPass):
         return report
 
 
-def _match(graph: fx.Graph, flex: fx.Node) -> _Match:
+def _match(graph: fx.Graph, flex: Any) -> _Match:
     q, keys, values, score_mod, block_mask, scale, _, score_buffers, mask_buffers = flex.args
-    value = example_of(q)  # type: ignore[arg-type]
+    value = example_of(q)
     if value.device.type != "cuda":
         raise _NoMatchError(f"the kernel is for CUDA, not {value.device.type}")
     if value.dtype not in _DTYPES:
@@ -97,12 +97,12 @@ def _match(graph: fx.Graph, flex: fx.Node) -> _Match:
     if len(outputs) != 1 or not is_call(outputs[0], getitem) or outputs[0].args[1] != 0:
         raise _NoMatchError("more than the output is used")
     module = graph.owning_module
-    if not _is_sink_score(getattr(module, score_mod.target).graph, score_buffers):  # type: ignore[union-attr]
+    if not _is_sink_score(getattr(module, score_mod.target).graph, score_buffers):
         raise _NoMatchError("the score mod is not that of the sink alone")
-    mask_graph = getattr(module, block_mask[-1].target).graph  # type: ignore[index,union-attr]
+    mask_graph = getattr(module, block_mask[-1].target).graph
     if not _is_slot_mask(mask_graph, mask_buffers, [indices for _, indices in sources]):
         raise _NoMatchError("the mask mod is not that of the filled slots alone")
-    match = _Match(_behind_views(q), _behind_views(score_buffers[0]), sources, outputs[0])  # type: ignore[index]
+    match = _Match(_behind_views(q), _behind_views(score_buffers[0]), sources, outputs[0])
     _take_rotations(match)
     return match
 
@@ -114,13 +114,13 @@ def _take_rotations(match: _Match) -> None:
         if not inverse:
             match.q, match.rotations, match.rotate_q = x, rotations, True
     output = match.last
-    while len(output.users) == 1 and is_call(user := next(iter(output.users)), aten.reshape.default):
-        output = user
-    user = next(iter(output.users), None)
+    user: Any = next(iter(output.users), None)
+    while len(output.users) == 1 and is_call(user, aten.reshape.default):
+        output, user = user, next(iter(user.users), None)
     if len(output.users) == 1 and is_call(user, csa2.apply_rope.default):
-        _, rotations, inverse = all_arguments(user)  # type: ignore[arg-type]
+        _, rotations, inverse = all_arguments(user)
         if inverse and rotations is (match.rotations or rotations):
-            match.last, match.rotations, match.rotate_output = user, rotations, True  # type: ignore[assignment]
+            match.last, match.rotations, match.rotate_output = user, rotations, True
 
 
 def _check_tiles(match: _Match) -> None:
@@ -152,7 +152,7 @@ def _tiles(match: _Match) -> Any:
 
 
 def _heads_and_dim(match: _Match) -> tuple[int, int]:
-    return tuple(example_of(match.q).shape[-2:])  # type: ignore[return-value]
+    return tuple(example_of(match.q).shape[-2:])
 
 
 def _rewrite(graph: fx.Graph, match: _Match) -> None:
@@ -164,13 +164,23 @@ def _rewrite(graph: fx.Graph, match: _Match) -> None:
     rotate_q, rotate_output = match.rotate_q, match.rotate_output
     shape, tiles = tuple(result.shape), _tiles(match)
 
-    def body(q: Tensor, sink: Tensor, rotations: Tensor | None, *sources: Tensor) -> Tensor:
+    def body(
+        q: Tensor,
+        sink: Tensor,
+        rotations: Tensor | None,
+        window_kv: Tensor,
+        window_indices: Tensor,
+        compressed_kv: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:
         out = sparse_attention(
             q.reshape(batch, tokens, heads, dim),
             sink,
-            *sources[:2],
-            *sources[2:],
-            rotations=rotations,
+            window_kv,
+            window_indices,
+            compressed_kv,
+            topk_indices,
+            rotations,
             rotate_q=rotate_q,
             rotate_output=rotate_output,
             tiles=tiles,
@@ -181,13 +191,13 @@ def _rewrite(graph: fx.Graph, match: _Match) -> None:
     replace_by_trace(graph, match.last, body, (match.q, match.sink, match.rotations, *tensors))
 
 
-def _sources(keys: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+def _sources(keys: Any) -> list[tuple[Any, Any]]:
     """(rows, slots) of each gather whose results, one after the other, are the keys."""
     parts = keys.args[0] if is_call(keys, aten.cat.default) else [keys]
     if is_call(keys, aten.cat.default) and keys.args[1:] != (2,):
         raise _NoMatchError("the keys are not gathered slots")
     sources = []
-    for part in parts:  # type: ignore[union-attr]
+    for part in parts:
         gather = _behind_views(part)
         if not is_call(gather, csa2.gather_kv.default):
             raise _NoMatchError("the keys are not gathered slots: the layout is dense, or the gather has another user")
@@ -195,7 +205,7 @@ def _sources(keys: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         sources.append((rows, _without_sink(indices)))
     if len(sources) > 2:
         raise _NoMatchError(f"the keys come from {len(sources)} sources; the kernel takes two")
-    return sources  # type: ignore[return-value]
+    return sources
 
 
 def _without_sink(indices: Any) -> Any:
@@ -215,7 +225,7 @@ def _is_empty_slot(node: Any) -> bool:
     return is_call(node, aten.full.default) and node.args[1] == -1 and node.args[0][-1] == 1
 
 
-def _behind_views(node: Any) -> fx.Node:
+def _behind_views(node: Any) -> Any:
     while is_call(node, csa2.own_buffer.default) or is_call(node, aten.reshape.default):
         node = node.args[0]
     return node
@@ -223,7 +233,7 @@ def _behind_views(node: Any) -> fx.Node:
 
 def _is_sink_score(graph: fx.Graph, buffers: Any) -> bool:
     """where(key == 0, sink[row], score)"""
-    nodes = list(graph.nodes)
+    nodes: list[Any] = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     if len(buffers) != 1 or len(inputs) != 6:
         return False
@@ -243,9 +253,9 @@ def _is_sink_score(graph: fx.Graph, buffers: Any) -> bool:
     )
 
 
-def _is_slot_mask(graph: fx.Graph, buffers: Any, slots: list[fx.Node]) -> bool:
+def _is_slot_mask(graph: fx.Graph, buffers: Any, slots: list[Any]) -> bool:
     """filled[batch row, key], where `filled` are the sink's slot and the non-negative ones of `slots`."""
-    nodes = list(graph.nodes)
+    nodes: list[Any] = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     if len(buffers) != 1 or len(inputs) != 5:
         return False

@@ -1,7 +1,7 @@
 """What passes share: putting traced code in place of a node, and reading a graph around it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +30,7 @@ def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Tensor]
             if inner.op == "placeholder":
                 copies[inner] = next(remaining)
             elif inner.op == "output":
-                result = cast(fx.Node, copies[inner.args[0]])
+                result = copies[inner.args[0]]
             else:
                 copies[inner] = graph.node_copy(inner, copies.__getitem__)
     node.replace_all_uses_with(result)

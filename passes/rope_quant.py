@@ -42,21 +42,21 @@ class RopeQuant(CompilerPass):
                     report.decline(node.target.name(), reason)
         return report
 
-    def _rewrite(self, graph: fx.Graph, rope: fx.Node) -> list[str]:
+    def _rewrite(self, graph: fx.Graph, rope: Any) -> list[str]:
         from csa2_compiled.passes.kernels.rope_quantize import rope_quantize
 
         ops = torch.ops.csa2
         x, rotations, inverse = all_arguments(rope)
-        served, last = [rope.target.name()], rope  # type: ignore[union-attr]
+        served, last = [rope.target.name()], rope
         weight: Any = None
         format_name: Any = None
         eps = 0.0
         if is_call(x, ops.rms_norm.default) and len(x.users) == 1:
             served.insert(0, x.target.name())
             x, weight, eps = all_arguments(x)
-        user = next(iter(rope.users))
+        user: Any = next(iter(rope.users))
         if len(rope.users) == 1 and is_call(user, ops.quantize_dequantize.default):
-            served.append(user.target.name())  # type: ignore[union-attr]
+            served.append(user.target.name())
             last, format_name = user, all_arguments(user)[1]
 
         def body(x: Tensor, rotations: Tensor, weight: Tensor | None) -> Tensor:

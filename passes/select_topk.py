@@ -47,7 +47,7 @@ class SelectTopk(CompilerPass):
                 report.decline(node.target.name(), reason)
         return report
 
-    def _why_not(self, node: fx.Node) -> str | None:
+    def _why_not(self, node: Any) -> str | None:
         reason = why_not_cuda(node, (torch.float32,))
         if reason is None and has_symbols(node):
             reason = "the number of positions is not known while compiling"
@@ -55,7 +55,7 @@ class SelectTopk(CompilerPass):
             return reason
         from csa2_compiled.passes.kernels import select_topk as kernels
 
-        positions, arguments = example_of(node.args[0]).shape[-1], all_arguments(node)  # type: ignore[arg-type]
+        positions, arguments = example_of(node.args[0]).shape[-1], all_arguments(node)
         try:
             if node.target is torch.ops.csa2.select_topk.default:
                 kernels.supports(min(arguments[2], positions), positions)
@@ -67,14 +67,14 @@ class SelectTopk(CompilerPass):
             return str(error)
         return None
 
-    def _rewrite(self, graph: fx.Graph, node: fx.Node) -> None:
+    def _rewrite(self, graph: fx.Graph, node: Any) -> None:
         from csa2_compiled.passes.kernels import select_topk as kernels
 
         scores = node.args[0]
         start: Any = None
         stop: Any = None
         if is_call(scores, torch.ops.csa2.index_scores.default):
-            start, stop = scores.args[3:5]  # type: ignore[union-attr]
+            start, stop = scores.args[3:5]
         if node.target is torch.ops.csa2.select_topk.default:
             replace_by_trace(graph, node, kernels.select_topk, (*all_arguments(node), start, stop))
         else:

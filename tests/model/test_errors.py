@@ -15,6 +15,7 @@ from csa2_compiled import (
     CompiledModel,
     ConfigError,
     CSA2Attention,
+    CSA2Cache,
     CSA2Config,
     CSA2ForCausalLM,
     CSA2InputError,
@@ -35,7 +36,7 @@ SECOND_SOURCE = replace(CONFIG, kv_source_layer_ids=(2, 5, 7))
 
 
 class Setup:
-    """Modules by name, a good input and the states of the two ratios."""
+    """Modules by name, a good input, the states of the two ratios, and caches."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -48,18 +49,38 @@ class Setup:
             "reindex": CSA2Attention(CONFIG, 7),
             "second full": CSA2Attention(SECOND_SOURCE, 7),
             "model": CSA2ForCausalLM(CONFIG),
+            "dense": CSA2Attention(CONFIG, 0),
         }
+        self.modules["dense"].layout = "dense"
         self.x = torch.randn(2, 8, CONFIG.hidden_size)
         self.ids = torch.randint(0, CONFIG.vocab_size, (2, 8))
         with torch.no_grad():
             self.state = self.modules["full"](self.x).state  # ratio 1, with candidates
             self.state_2 = self.modules["full, ratio 2"](self.x).state
         self.compiled = {name: compile_model(module, passes="none") for name, module in self.modules.items()}
+        self.caches = self.make_caches()
         self.compiled["regional model"] = compile_model(self.modules["model"], passes="none", regional=True)
         self.before = self.snapshot()
 
+    def make_caches(self) -> dict[str, CSA2Cache]:
+        """Of 2 rows and 16 tokens, but for what the name says."""
+        caches = {name: CSA2Cache(CONFIG, 2, 16) for name in ("good", "of 12 tokens", "in a step of 5")}
+        caches["in a long step"] = CSA2Cache(CONFIG, 2, 16, max_truncate=4)
+        with torch.no_grad():
+            self.modules["model"](self.ids.repeat(1, 2)[:, :12], caches["of 12 tokens"])
+            self.modules["window"](self.x[:, :5], cache=caches["in a step of 5"])
+            self.modules["model"](self.ids[:, :3], caches["in a long step"])
+            self.modules["full, ratio 2"](self.x, cache=caches["in a long step"])
+        caches["of another config"] = CSA2Cache(SECOND_SOURCE, 2, 16)
+        caches["of 3 rows"] = CSA2Cache(CONFIG, 3, 16)
+        caches["in bfloat16"] = CSA2Cache(CONFIG, 2, 16, torch.bfloat16)
+        caches["elsewhere"] = CSA2Cache(CONFIG, 2, 16, device="meta")
+        return caches
+
     def snapshot(self) -> list[Tensor]:
         tensors = [self.x, self.ids]
+        for name, cache in self.caches.items():
+            tensors += [] if name == "elsewhere" else cache._all_buffers()
         for state in (self.state, self.state_2):
             for publication in state.publications:
                 tensors += [value for value in vars(publication).values() if isinstance(value, Tensor)]
@@ -85,7 +106,7 @@ class Case:
     """One row of docs/errors.md: argument, what came, error class.
 
     make: gives the keyword arguments of a call of the module `target`, or itself raises when that is None.
-    Target "tokens" stands for a layer and the model, which take a mask and ids alike.
+    Target "both" stands for a layer and the model, which take a mask, ids and a cache alike.
     words: all stand in the message: the argument, what came, what is allowed.
     """
 
@@ -101,7 +122,7 @@ class Case:
         return self.argument, self.came
 
     def modules(self) -> tuple[str, ...]:
-        return ("full, ratio 2", "model") if self.target == "tokens" else (str(self.target),)
+        return ("full, ratio 2", "model") if self.target == "both" else (str(self.target),)
 
     def arguments(self, setup: Setup, module: str) -> dict[str, Any]:
         given = {"input_ids": setup.ids} if module == "model" else {"x": setup.x}
@@ -121,7 +142,16 @@ def bad_rows(argument: str, came: str, rows: Any, *words: str, **others: Any) ->
     """A bad mask or bad ids, as a tensor or as rows of integers."""
     values = {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in others.items()}
     values[argument.split(" and ")[0]] = rows if isinstance(rows, Tensor) else torch.tensor(rows)
-    return bad_input(argument, came, "tokens", lambda s: values, *words)
+    return bad_input(argument, came, "both", lambda s: values, *words)
+
+
+def bad_cache(came: str, name: str, *words: str, target: str = "both", **others: Any) -> Case:
+    return bad_input("cache", came, target, lambda s: {"cache": s.caches[name], **others}, *words)
+
+
+def bad_call(argument: str, came: str, make: Callable[[Setup], Any], *words: str) -> Case:
+    """A cache that is made or called with a bad argument."""
+    return Case(argument, came, CSA2InputError, None, make, words)
 
 
 def bad_config(field: str, came: str, changes: dict[str, Any], *words: str) -> Case:
@@ -436,6 +466,164 @@ INPUT_IDS_CASES = [
     ),
 ]
 
+CACHE_CASES = [
+    bad_input(
+        "cache",
+        "not a CSA2Cache",
+        "both",
+        lambda s: {"cache": s.state},
+        "cache is a CSA2State",
+        "must be a CSA2Cache",
+    ),
+    bad_cache("made for another config", "of another config", "cache was made for another config", "this model's cfg"),
+    bad_cache("of another batch size", "of 3 rows", "cache has batch_size 3", "this call has 2 rows"),
+    bad_cache("on another device", "elsewhere", "cache is on meta", "this call is on cpu"),
+    bad_cache(
+        "of another dtype than the model's",
+        "in bfloat16",
+        "cache has dtype torch.bfloat16",
+        "the model's is torch.float32",
+        target="model",
+    ),
+    bad_cache(
+        "without room for these tokens",
+        "of 12 tokens",
+        "cache has room for max_seq_len = 16 tokens a row",
+        "it holds up to 12 and this step brings 8 more",
+    ),
+    bad_cache("given to a layer of the dense layout", "good", "layout is dense", "use auto", target="dense"),
+    bad_cache(
+        "in a step of another number of tokens",
+        "in a step of 5",
+        "cache is in a step of 5 tokens and layer 2 got 8",
+        "call cache.advance before the next step",
+        target="full, ratio 2",
+    ),
+    bad_cache(
+        "in a step of more than max_truncate tokens, in which the layer has run",
+        "in a long step",
+        "cache: layer 2 has run in this step, whose 8 tokens have overwritten",
+        "call cache.advance once a step, or cache.reset",
+        target="full, ratio 2",
+    ),
+    bad_input(
+        "tokens",
+        "given beside a CSA2Cache",
+        "window",
+        lambda s: {"cache": s.caches["good"], "tokens": lay_out_tokens(8, s.x.device)},
+        "tokens came besides a CSA2Cache",
+        "which gives its own",
+    ),
+    bad_input(
+        "document_ids",
+        "given beside a cache",
+        "both",
+        lambda s: {"cache": s.caches["good"], "document_ids": EIGHT},
+        "document_ids came with a cache",
+        "pass attention_mask",
+    ),
+]
+
+CACHE_CALL_CASES = [
+    bad_call(
+        "batch_size of a cache",
+        "less than 1, or no integer",
+        lambda s: CSA2Cache(CONFIG, 0, 16),
+        "batch_size is 0",
+        "an integer of at least 1",
+    ),
+    bad_call(
+        "max_seq_len of a cache",
+        "more than max_position_embeddings, less than 1, or no integer",
+        lambda s: CSA2Cache(CONFIG, 2, 33),
+        "max_seq_len is 33",
+        "an integer from 1 to 32",
+    ),
+    bad_call(
+        "max_truncate of a cache",
+        "less than 0, or no integer",
+        lambda s: CSA2Cache(CONFIG, 2, 16, max_truncate=-1),
+        "max_truncate is -1",
+        "an integer of at least 0",
+    ),
+    bad_call(
+        "dtype of a cache",
+        "not floating point",
+        lambda s: CSA2Cache(CONFIG, 2, 16, torch.int64),
+        "dtype is torch.int64",
+        "torch.bfloat16, torch.float32",
+    ),
+    bad_call(
+        "num_tokens of cache.advance",
+        "before any step",
+        lambda s: s.caches["good"].advance(1),
+        "advance: no step has been run",
+    ),
+    bad_call(
+        "num_tokens of cache.advance",
+        "more than the step had, less than 0, or no integer",
+        lambda s: s.caches["of 12 tokens"].advance(13),
+        "num_tokens is 13",
+        "an integer from 0 to 12",
+    ),
+    bad_call(
+        "num_tokens of cache.advance",
+        "a tensor that is not one integer a row",
+        lambda s: s.caches["of 12 tokens"].advance(torch.ones(2)),
+        "num_tokens has shape (2,) and dtype torch.float32",
+        "an integer tensor [2], one a row",
+    ),
+    bad_call(
+        "num_tokens of cache.advance",
+        "leaving out more than max_truncate of a long step",
+        lambda s: s.caches["of 12 tokens"].advance(3),
+        "num_tokens leaves out 9 of a step's 12 tokens",
+        "at most max_truncate = 8",
+    ),
+    bad_call(
+        "num_tokens of cache.truncate",
+        "less than 0, or no integer",
+        lambda s: s.caches["of 12 tokens"].truncate(-1),
+        "num_tokens is -1",
+        "an integer of at least 0",
+    ),
+    bad_call(
+        "num_tokens of cache.truncate",
+        "a tensor that is not one integer a row",
+        lambda s: s.caches["of 12 tokens"].truncate(torch.ones(3, dtype=torch.int64)),
+        "num_tokens has shape (3,) and dtype torch.int64",
+        "an integer tensor [2], one a row",
+    ),
+    bad_call(
+        "num_tokens of cache.truncate",
+        "more than a row holds",
+        lambda s: s.caches["of 12 tokens"].truncate(torch.tensor([0, 13])),
+        "rows hold [12, 12] tokens",
+        "0 to those are allowed",
+    ),
+    bad_call(
+        "num_tokens of cache.truncate",
+        "leaving a row more than max_truncate behind the farthest it has reached",
+        lambda s: s.caches["of 12 tokens"].truncate(9),
+        "num_tokens is 9, which would leave a row 9 tokens behind",
+        "at most max_truncate = 8",
+    ),
+    bad_call(
+        "rows of cache.reorder",
+        "a tensor that is not one integer a row",
+        lambda s: s.caches["of 12 tokens"].reorder(torch.tensor([True, False])),
+        "rows has shape (2,) and dtype torch.bool",
+        "an integer tensor [2], one a row",
+    ),
+    bad_call(
+        "rows of cache.reorder",
+        "a row that the cache does not have",
+        lambda s: s.caches["of 12 tokens"].reorder(torch.tensor([0, 2])),
+        "rows is [0, 2]",
+        "row numbers from 0 to 1",
+    ),
+]
+
 OTHER_CASES = [
     Case(
         "layer.layout",
@@ -502,7 +690,7 @@ OTHER_CASES = [
         ValueError,
         None,
         lambda s: compile_model(s.modules["model"], passes=["inline", "fuse"]),
-        ("passes names 'fuse'", "allowed are all, none, inline"),
+        ("passes names 'fuse'", "allowed are all, none, ", "inline"),
     ),
     Case(
         "backend",
@@ -570,8 +758,8 @@ OTHER_CASES = [
     ),
 ]
 
-INPUT_CASES = [*X_CASES, *STATE_CASES, *MASK_CASES, *DOCUMENT_CASES, *INPUT_IDS_CASES]
-CASES = [*INPUT_CASES, *OTHER_CASES]
+INPUT_CASES = [*X_CASES, *STATE_CASES, *MASK_CASES, *DOCUMENT_CASES, *INPUT_IDS_CASES, *CACHE_CASES]
+CASES = [*INPUT_CASES, *CACHE_CALL_CASES, *OTHER_CASES]
 
 
 @pytest.fixture(scope="module")

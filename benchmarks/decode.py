@@ -1,0 +1,217 @@
+"""What does one decoding step cost, per layer and for the whole stack, and what is the least it could?
+
+    python benchmarks/decode.py                  # released shapes, bfloat16, one GPU
+    python benchmarks/decode.py --device cpu     # the demo model's layers, as a trial
+    python benchmarks/decode.py --show benchmarks/results/h200-decode.json
+
+A step is one token a row after a full cache. *eager* launches every operation; *compiled* replays a CUDA graph of
+the compiled layer; the *floor* is the bytes that a step must read, the layer's weights and the cache rows that it
+looks at, over the memory's copy speed. The stack is all attention layers of the config, with residual additions.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from timing import REPOSITORY, medians, provenance
+from torch import Tensor, nn
+
+from csa2_compiled import CSA2Attention, CSA2Cache, CSA2Config, CSA2State, LayerRole, compile_model
+from csa2_compiled.compiled import CompiledModel
+from csa2_compiled.decode import capture
+from csa2_compiled.rows import buffers
+
+COPY_BYTES_PER_SECOND = 4.3e12  # one H200
+STACK = "stack"
+# Which layers of the config a row runs; the last one is timed, the others give it its state.
+ROWS = ("window", "full r=2", "full r=1 + candidates", "reindex r=1", "reuse r=1")
+
+
+@dataclass
+class Row:
+    """One layer, or the stack, at one batch size and context; times in ms, None where not measured."""
+
+    layer: str
+    batch: int
+    context: int
+    eager_ms: float | None
+    compiled_ms: float
+    floor_ms: float
+    read_bytes: int
+
+
+def config_of(row: str, cfg: CSA2Config, context: int) -> CSA2Config:
+    """A config of just the layers that a row needs, so that its cache is no larger than it must be."""
+    ratios = {"window": (0,), "full r=2": (2,), "full r=1 + candidates": (1,)}.get(row, (1, 1))
+    compressed = ratios[0] > 0
+    candidates = ratios[0] == 1
+    return replace(
+        cfg,
+        num_hidden_layers=len(ratios),
+        compress_ratios=ratios,
+        kv_source_layer_ids=(0,) if compressed else (),
+        index_source_layer_ids=(0, 1) if row == "reindex r=1" else (0,) if compressed else (),
+        candidate_source_layer_id=0 if candidates else -1,
+        max_position_embeddings=context,
+    )
+
+
+def make_layers(cfg: CSA2Config, dtype: torch.dtype, device: torch.device) -> list[CSA2Attention]:
+    torch.manual_seed(0)
+    layers = [CSA2Attention(cfg, i, dtype=dtype, device=device).eval() for i in range(cfg.num_hidden_layers)]
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
+    return layers
+
+
+def full_cache(cfg: CSA2Config, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> CSA2Cache:
+    """A cache with room for one more token, its rows random."""
+    cache = CSA2Cache(cfg, batch, context, dtype=dtype, device=device)
+    for layer in cache.layers:
+        for rows in layer.all_rows():
+            buffers(rows)[0].normal_()
+    cache.lengths.fill_(context - 1)
+    cache.record.most = context - 1
+    cache.begin_step(1)
+    return cache
+
+
+def bytes_read(layer: CSA2Attention, cache: CSA2Cache) -> int:
+    """Bytes of weights and cache rows that one step of a layer needs."""
+    cfg, batch, element = cache.cfg, cache.batch_size, torch.finfo(cache.dtype).bits // 8
+    weights = sum(parameter.nbytes for parameter in layer.parameters())
+    rows = min(cfg.sliding_window, cache.max_seq_len)
+    index_rows = 0
+    if layer.ratio:
+        positions = cache.max_seq_len // layer.ratio
+        rows += min(cfg.index_topk, positions)
+        index_rows = positions if layer.role in (LayerRole.FULL, LayerRole.REINDEX) else 0
+    return weights + batch * element * (rows * cfg.head_dim + index_rows * cfg.index_head_dim)
+
+
+def run_layers(
+    run: Callable[..., Any], layers: list[CSA2Attention], x: Tensor, cache: CSA2Cache, state: CSA2State
+) -> Tensor:
+    """One step of the stack; run(layer, x, state, cache=cache) runs a layer."""
+    for layer in layers:
+        output = run(layer, x, state, cache=cache)
+        x, state = x + output.hidden_states, output.state
+    return x
+
+
+@torch.no_grad()
+def measure(
+    row: str,
+    compiled: CompiledModel,
+    layers: list[CSA2Attention],
+    cache: CSA2Cache,
+    repeats: int,
+    warm_only: bool,
+) -> Row:
+    x = torch.randn(cache.batch_size, 1, cache.cfg.hidden_size, dtype=cache.dtype, device=cache.device)
+    state, timed = CSA2State(), layers
+    if row != STACK:
+        for layer in layers[:-1]:
+            state = compiled.run_block(layer, x, state, cache=cache).state
+        timed = layers[-1:]
+    step: Callable[[], Any] = partial(run_layers, compiled.run_block, timed, x, cache, state)
+    step()
+    read = sum(bytes_read(layer, cache) for layer in timed)
+    result = Row(row, cache.batch_size, cache.max_seq_len, None, 0.0, read / COPY_BYTES_PER_SECOND * 1e3, read)
+    if warm_only:
+        return result
+    if cache.device.type == "cuda":
+        step = capture(step, cache.device).replay
+    result.compiled_ms = medians({"compiled": step}, cache.device, repeats)["compiled"]
+    eager = partial(run_layers, lambda layer, *inputs, **options: layer(*inputs, **options), timed, x, cache, state)
+    try:
+        result.eager_ms = medians({"eager": eager}, cache.device, 5 if row != STACK else 2, warmup=1)["eager"]
+    except torch.cuda.OutOfMemoryError:
+        result.eager_ms = None  # index scores of all heads at once
+    return result
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    batches: Annotated[str, typer.Option(help="rows, separated by spaces")] = "1 8 64",
+    contexts: Annotated[str, typer.Option(help="tokens in the cache, separated by spaces")] = "4096 65536 262144",
+    rows: Annotated[str, typer.Option(help="layers, separated by commas; stack is all of the config")] = ",".join(
+        (*ROWS, STACK)
+    ),
+    repeats: Annotated[int, typer.Option(help="timed runs of each")] = 30,
+    output: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
+    warm_only: Annotated[bool, typer.Option(help="compile into the caches and time nothing")] = False,
+    show: Annotated[Path | None, typer.Option(help="print the table of an earlier run's JSON, run nothing")] = None,
+) -> None:
+    """Time one decoding step per layer and for the whole stack."""
+    if show is not None:
+        result = json.loads(show.read_text())
+        print_table(result["title"], [Row(**row) for row in result["rows"]])
+        return
+    place = torch.device(device)
+    on_gpu = place.type == "cuda"
+    cfg, dtype = (CSA2Config.v41_flash(), torch.bfloat16) if on_gpu else (CSA2Config.tiny(), torch.float32)
+    if on_gpu and not warm_only:
+        compile_in_parallel(rows, batches, contexts)
+    results: list[Row] = []
+    path = output or REPOSITORY / "benchmarks" / "results" / f"{'h200' if on_gpu else 'cpu'}-decode.json"
+    shapes = "released shapes" if on_gpu else "tiny preset"
+    title = f"one decoding step, {shapes}, {dtype}"
+    for name in rows.split(","):
+        longest = max(map(int, contexts.split()))
+        of_row = cfg if name == STACK else config_of(name, cfg, longest)
+        layers = make_layers(of_row, dtype, place)
+        for context in map(int, contexts.split()):
+            for batch in map(int, batches.split()):
+                torch.compiler.reset()
+                compiled = compile_model(layers[-1], dynamic=False)
+                cache = full_cache(of_row, batch, context, dtype, place)
+                results.append(measure(name, compiled, layers, cache, repeats, warm_only))
+                del cache
+                if not warm_only:
+                    record = {**provenance(place), "title": title, "rows": [asdict(row) for row in results]}
+                    path.write_text(json.dumps(record, indent=1) + "\n")
+        del layers
+    if not warm_only:
+        print_table(title, results)
+        print(f"written to {path}")
+
+
+def compile_in_parallel(rows: str, batches: str, contexts: str) -> None:
+    """Fill the compilers' caches with a process a layer, so that the timed process compiles little."""
+    command = [sys.executable, __file__, "--warm-only", "--batches", batches, "--contexts", contexts, "--rows"]
+    processes = [subprocess.Popen([*command, name]) for name in rows.split(",") if name != STACK]
+    failed = [process.args for process in processes if process.wait() != 0]
+    if failed:
+        raise typer.Exit(f"compilation failed: {failed}")  # type: ignore[arg-type]
+
+
+def print_table(title: str, rows: list[Row]) -> None:
+    table = Table(title=title)
+    for heading in ("layer", "batch", "context", "eager, ms", "compiled, ms", "floor, ms", "times the floor"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    for row in rows:
+        table.add_row(
+            row.layer,
+            str(row.batch),
+            str(row.context),
+            "-" if row.eager_ms is None else f"{row.eager_ms:.2f}",
+            f"{row.compiled_ms:.4f}",
+            f"{row.floor_ms:.4f}",
+            f"{row.compiled_ms / row.floor_ms:.2f}",
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
