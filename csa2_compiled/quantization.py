@@ -20,7 +20,7 @@ correctly rounded, also where a compiler fuses multiply and add, hence the same 
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ FORMATS: dict[str, QuantizationFormat] = {
 }
 
 
-class PackedTensor(NamedTuple):
+@dataclass(frozen=True)
+class PackedTensor:
     """A tensor [..., D] as bytes: ``codes`` [..., D or D / 2], ``scales`` [..., D / group_size], both uint8.
 
     E2M1 codes lie two in a byte, the even index in the low nibble. E8M0 is 2^(byte - 127), 255 is NaN.

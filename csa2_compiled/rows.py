@@ -1,5 +1,7 @@
 """Rows of a cache, [B, N, D]: as values, or packed into the bytes of a quantization format."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def buffers(rows: Rows) -> tuple[Tensor, ...]:
 def first_rows(rows: Rows, count: int) -> Rows:
     """A view of the first `count` rows."""
     if isinstance(rows, PackedTensor):
-        return rows._replace(codes=rows.codes[:, :count], scales=rows.scales[:, :count])
+        return replace(rows, codes=rows.codes[:, :count], scales=rows.scales[:, :count])
     return rows[:, :count]
 
 
@@ -46,7 +48,7 @@ def gather_rows(rows: Rows, indices: Tensor) -> Tensor:
     if not isinstance(rows, PackedTensor):
         return ops.gather_kv(rows, indices)
     codes, scales = ops.gather_kv(rows.codes, indices), ops.gather_kv(rows.scales, indices)
-    return unpack(rows._replace(codes=codes, scales=scales))  # bytes of 0 are zeros in every format
+    return unpack(replace(rows, codes=codes, scales=scales))  # bytes of 0 are zeros in every format
 
 
 def write_rows(rows: Rows, numbers: Tensor, values: Tensor) -> None:
@@ -69,4 +71,4 @@ def _pack_quantized(values: Tensor, format_name: str) -> PackedTensor:
     groups = values.unflatten(-1, (-1, FORMATS[format_name].group_size))
     halved = groups.abs().amax(-1) == 2.0**-6
     packed = pack(torch.where(halved.unsqueeze(-1), groups / 2, groups).flatten(-2), format_name)
-    return packed._replace(scales=packed.scales + halved.to(torch.uint8))
+    return replace(packed, scales=packed.scales + halved.to(torch.uint8))

@@ -67,6 +67,7 @@ class KVGather(CompilerPass):
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention:
                 try:
+                    _check_device(node)
                     match = _match(graph, node)
                     _check_tiles(match)
                 except _NoMatchError as error:
@@ -81,13 +82,17 @@ class KVGather(CompilerPass):
         return report
 
 
-def _match(graph: fx.Graph, flex: Any) -> _Match:
-    q, keys, values, score_mod, block_mask, scale, _, score_buffers, mask_buffers = flex.args
-    value = example_of(q)
+def _check_device(flex: Any) -> None:
+    value = example_of(flex.args[0])
     if value.device.type != "cuda":
         raise _NoMatchError(f"the kernel is for CUDA, not {value.device.type}")
     if value.dtype not in _DTYPES:
         raise _NoMatchError(f"the kernel does not take {value.dtype}")
+
+
+def _match(graph: fx.Graph, flex: Any) -> _Match:
+    q, keys, values, score_mod, block_mask, scale, _, score_buffers, mask_buffers = flex.args
+    value = example_of(q)
     if _behind_views(keys) is not _behind_views(values):
         raise _NoMatchError("keys and values are not the same tensor")
     if scale != value.shape[-1] ** -0.5:

@@ -60,7 +60,7 @@ def choose_tiles(num_queries: int, element_bytes: int) -> IndexScoresTiles:
         return IndexScoresTiles(queries=8, positions=64, num_warps=4, num_stages=2, heads_are_columns=True)
     if element_bytes == 4:
         return IndexScoresTiles(queries=32, positions=64, num_warps=4, num_stages=2)  # without tensor cores
-    return IndexScoresTiles(queries=128, positions=64, num_warps=4, num_stages=3)
+    return IndexScoresTiles(queries=64, positions=128, num_warps=4, num_stages=3)
 
 
 def index_scores(

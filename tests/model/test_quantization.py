@@ -4,6 +4,7 @@ import itertools
 import math
 from bisect import bisect_left
 from ctypes import c_float
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,7 +292,7 @@ def test_errors():
         quantize_dequantize_body(torch.tensor(1.0), "fp8")
     packed = pack(torch.ones(2, 64), "mxfp4")
     with pytest.raises(ValueError, match=r"packed.codes has shape \(2, 32\); .*\(2, 1\): \(2, 16\)"):
-        unpack(packed._replace(scales=packed.scales[:, :1]))
+        unpack(replace(packed, scales=packed.scales[:, :1]))
 
 
 @all_formats
