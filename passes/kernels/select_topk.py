@@ -37,12 +37,14 @@ _LARGEST = tl.constexpr(0x7FFFFFFF)
 class SelectTopkTiles:
     """block: scores a program holds, a power of two, 32768 at most; keys_per_thread: a power of two.
 
-    max_registers: of a thread, so that more rows share a multiprocessor; None leaves it to the compiler.
+    max_registers: of a thread, so that more rows share a multiprocessor; None leaves it to the compiler. ways: into how
+    many parts a round of the search divides what is left, 2 or 4.
     """
 
     block: int = 8192
     keys_per_thread: int = 32
     max_registers: int | None = None
+    ways: int = 4
 
     def launch_options(self, block: int) -> dict[str, int]:
         num_warps = min(32, max(1, block // (32 * self.keys_per_thread)))
@@ -119,6 +121,7 @@ def select_topk(
             HAS_ENTRANTS=entrants is not None,
             BLOCK=block,
             FILL=min(1024, triton.next_power_of_2(k)),
+            WAYS=tiles.ways,
             **tiles.launch_options(block),
         )
         if blocks == 1:
@@ -209,6 +212,7 @@ def select_topk_kernel(
     HAS_ENTRANTS: tl.constexpr,
     BLOCK: tl.constexpr,
     FILL: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
     """winners [rows, blocks, k] of each block of a row's entrants [length], or of its positions themselves."""
     row = tl.program_id(0).to(tl.int64)
@@ -231,7 +235,7 @@ def select_topk_kernel(
     score = tl.load(row_scores + position, mask=allowed, other=-float("inf"))
     keys = _ordered_keys(score, allowed)
 
-    threshold = _kth_best_key(keys, k)
+    threshold = _kth_best_key(keys, k, WAYS)
     above, equal = keys > threshold, (keys == threshold) & (keys > _EXCLUDED)
     # Both counts in one prefix sum, the equal ones in the upper half.
     counts = tl.cumsum(tl.where(above, 1, 0) + tl.where(equal, 1 << 16, 0), axis=0)
@@ -329,17 +333,41 @@ def _ordered_keys(score, allowed):
 
 
 @triton.jit
-def _kth_best_key(keys, k):
+def _kth_best_key(keys, k, WAYS: tl.constexpr):
     """The k-th largest of keys; the least one that is not excluded where there are fewer than k."""
     low = tl.min(tl.where(keys > _EXCLUDED, keys, _LARGEST), axis=0)
     high = tl.max(keys, axis=0)
     count = tl.sum(tl.where(keys > _EXCLUDED, 1, 0), axis=0)
     # At least k keys are >= low (or all are), fewer than k are > high.
     while (count > k) & (low < high):
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        reached = tl.sum(tl.where(keys >= middle, 1, 0), axis=0)
-        enough = reached >= k
-        low = tl.where(enough, middle, low)
-        count = tl.where(enough, reached, count)
-        high = tl.where(enough, high, middle - 1)
+        if WAYS == 2:
+            middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+            reached = tl.sum(tl.where(keys >= middle, 1, 0), axis=0)
+            enough = reached >= k
+            low = tl.where(enough, middle, low)
+            count = tl.where(enough, reached, count)
+            high = tl.where(enough, high, middle - 1)
+        else:
+            # Three counts at once, in 16 bits each: half the rounds, and a round is mostly a wait for all warps.
+            wide_low = low.to(tl.int64)
+            span = high.to(tl.int64) - wide_low
+            first = (wide_low + ((span + 3) >> 2)).to(tl.int32)
+            second = (wide_low + ((2 * span + 3) >> 2)).to(tl.int32)
+            third = (wide_low + ((3 * span + 3) >> 2)).to(tl.int32)
+            reached = tl.where(keys >= first, 1, 0).to(tl.int64)
+            reached += tl.where(keys >= second, 1, 0).to(tl.int64) << 16
+            reached += tl.where(keys >= third, 1, 0).to(tl.int64) << 32
+            counts = tl.sum(reached, axis=0)
+            reach_first = (counts & 0xFFFF).to(tl.int32)
+            reach_second = ((counts >> 16) & 0xFFFF).to(tl.int32)
+            reach_third = (counts >> 32).to(tl.int32)
+            high = tl.where(reach_third >= k, high, third - 1)
+            high = tl.where(reach_second >= k, high, second - 1)
+            high = tl.where(reach_first >= k, high, first - 1)
+            low = tl.where(reach_first >= k, first, low)
+            count = tl.where(reach_first >= k, reach_first, count)
+            low = tl.where(reach_second >= k, second, low)
+            count = tl.where(reach_second >= k, reach_second, count)
+            low = tl.where(reach_third >= k, third, low)
+            count = tl.where(reach_third >= k, reach_third, count)
     return low
