@@ -1,47 +1,100 @@
 """Timing shared by the benchmarks: medians of interleaved runs, and where they were measured."""
 
 import datetime
+import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_CYCLES_PER_MS = 2_000_000  # of an H200 at its full clock
+_MOST_AHEAD_MS = 50.0
+T = TypeVar("T")
 
 
-def run_once(function: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of one call; device events on CUDA, so that launches queue up as in real use."""
+def run_once(function: Callable[[], Any], device: torch.device, calls: int = 1, ahead_ms: float = 0.0) -> float:
+    """Milliseconds of one call, the mean of `calls` in a row.
+
+    Device events on CUDA, so that launches queue up as in real use. ahead_ms: the device idles that long before the
+    clock starts, so that the host has queued its launches by then.
+    """
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if ahead_ms > 0:
+            torch.cuda._sleep(int(ahead_ms * _CYCLES_PER_MS))
         start.record()
-        function()
+        for _ in range(calls):
+            function()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end)
+        return start.elapsed_time(end) / calls
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - begin) * 1e3 / calls
+
+
+def medians(
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    repeats: int,
+    warmup: int = 3,
+    calls: int = 1,
+    ahead: bool = False,
+) -> dict[str, float]:
+    """Median milliseconds of each function. Runs are interleaved, so that drift meets all of them alike.
+
+    calls: in a row each time, so that their host time shows only where it is longer than the device's, as in a stack
+    of such calls. ahead: leave the host's time out altogether, to compare kernels by the device's.
+    """
+    ahead_ms = dict.fromkeys(functions, 0.0)
+    for name, function in functions.items():
+        for _ in range(warmup):
+            function()
+        if ahead and device.type == "cuda":
+            ahead_ms[name] = min(0.1 + 2 * _host_ms(function, device) * calls, _MOST_AHEAD_MS)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(run_once(function, device, calls, ahead_ms[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _host_ms(function: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds until a call returns, while the device may still be at work."""
+    torch.cuda.synchronize(device)
     begin = time.perf_counter()
     function()
     return (time.perf_counter() - begin) * 1e3
 
 
-def medians(
-    functions: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int, warmup: int = 3
-) -> dict[str, float]:
-    """Median milliseconds of each function. Runs are interleaved, so that drift meets all of them alike."""
-    for function in functions.values():
-        for _ in range(warmup):
-            function()
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
-            times[name].append(run_once(function, device))
-    return {name: statistics.median(values) for name, values in times.items()}
+def attempt(
+    function: Callable[[], T], errors: type[Exception] = torch.cuda.OutOfMemoryError
+) -> tuple[T | None, str | None]:
+    """(the function's result, None), or (None, why there is none) where it raises one of `errors`."""
+    try:
+        return function(), None
+    except errors as error:
+        message = ". ".join(str(error).split(". ")[:2]).strip() or "no message"
+        reason = f"{type(error).__name__}: {message}"
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None, reason
+
+
+def results_path(device: torch.device, question: str) -> Path:
+    """Where a benchmark's JSON goes: named after the device (NVIDIA H200: h200) and the question it answers."""
+    kind = torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+    return REPOSITORY / "benchmarks" / "results" / f"{kind}-{question}.json"
 
 
 def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:
@@ -63,11 +116,24 @@ def provenance(device: torch.device) -> dict[str, str]:
         "device": name,
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("CSA2_COMMIT") or _commit(),
-        "command": " ".join(["python", *_without_output(sys.argv)]),
+        "command": shlex.join(["python", *_without_output(sys.argv)]),
     }
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure in a table; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _without_output(arguments: list[str]) -> list[str]:

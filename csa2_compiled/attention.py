@@ -215,12 +215,16 @@ class CSA2Attention(nn.Module):
         elif attention_mask is not None or document_ids is not None:
             name = "document_ids" if attention_mask is None else "attention_mask"
             raise CSA2InputError(f"{name} came besides tokens; tokens stands for both and goes without them")
+        if isinstance(cache, LayerCache) and (tokens is None or tokens.past is None):
+            raise CSA2InputError("cache is one layer's part and goes with tokens after its past; pass the CSA2Cache")
+        if cache is None and tokens is not None and tokens.past is not None:
+            raise CSA2InputError("tokens follow a cache's past, and there is no cache; pass the layer's part of it")
         if isinstance(cache, CSA2Cache):
             if tokens is not None:
                 raise CSA2InputError(
                     "tokens came besides a CSA2Cache, which gives its own; with tokens, cache is a layer's"
                 )
-            check_cache(cache, self.cfg, x.shape[0], x.device, document_ids)
+            check_cache(cache, self.cfg, x, x.dtype, document_ids)
             cache.check_step(x.shape[1], attention_mask, self.layer_idx)
 
     def window_kv(self, x: Tensor, rotations: Tensor) -> Tensor:

@@ -291,16 +291,19 @@ class CSA2Cache:
         return LayerCache(self.record, window, gates, compressed_kv, index_keys)
 
 
-def check_cache(
-    cache: CSA2Cache, cfg: CSA2Config, batch: int, device: torch.device, document_ids: Tensor | None
-) -> None:
-    """Raise CSA2InputError for a cache that is not of this model, batch or device, or a packed row with one."""
+def check_cache(cache: CSA2Cache, cfg: CSA2Config, x: Tensor, dtype: torch.dtype, document_ids: Tensor | None) -> None:
+    """Raise CSA2InputError for a cache that is not of this model, batch, dtype or device, or packed documents with one.
+
+    x: [B, S] or [B, S, hidden_size], what the call got; dtype: of the model's activations.
+    """
     if cache.cfg != cfg:
         raise CSA2InputError("cache was made for another config; make it with this model's cfg")
-    if cache.batch_size != batch:
-        raise CSA2InputError(f"cache has batch_size {cache.batch_size}; this call has {batch} rows")
-    if cache.device != device:
-        raise CSA2InputError(f"cache is on {cache.device}; this call is on {device}")
+    if cache.batch_size != x.shape[0]:
+        raise CSA2InputError(f"cache has batch_size {cache.batch_size}; this call has {x.shape[0]} rows")
+    if cache.device != x.device:
+        raise CSA2InputError(f"cache is on {cache.device}; this call is on {x.device}")
+    if cache.dtype != dtype:
+        raise CSA2InputError(f"cache has dtype {cache.dtype}; the model's is {dtype}")
     if document_ids is not None:
         raise CSA2InputError("document_ids came with a cache, whose rows are one document each; pass attention_mask")
 

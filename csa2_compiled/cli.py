@@ -153,9 +153,10 @@ def generate(
             raise BadArgumentError("--prompt", "it is empty, and there is no --text; a byte to go on from is needed")
         if max_new_tokens < 1:
             raise BadArgumentError("--max-new-tokens", f"{max_new_tokens} is not at least 1")
-        length = len(prompt_bytes) + max_new_tokens
+        length = len(prompt_bytes) + max_new_tokens - 1  # the last byte does not go in
+        asked_by = f"--max-new-tokens after a prompt of {len(prompt_bytes)} bytes"
         model, names = _prepare(
-            config, passes, device, length, seed, weights, compiles=not eager, length_argument="--max-new-tokens"
+            config, passes, device, length, seed, weights, compiles=not eager, length_argument=asked_by
         )
         runs = model if eager else run_report.compile_for_report(model, names, caches=True)
         report = generate_text(

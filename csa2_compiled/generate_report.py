@@ -9,7 +9,7 @@ from csa2_compiled.cache import CSA2Cache
 from csa2_compiled.compiled import CompiledModel
 from csa2_compiled.generation import generate
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.run_report import BadArgumentError, Environment, environment_of
+from csa2_compiled.run_report import BYTE_VALUES, BadArgumentError, Environment, environment_of
 from csa2_compiled.tokens import CSA2InputError
 
 
@@ -53,6 +53,8 @@ def generate_text(
     """
     eager = model.module if isinstance(model, CompiledModel) else model
     assert isinstance(eager, CSA2ForCausalLM)
+    if eager.cfg.vocab_size != BYTE_VALUES:
+        raise BadArgumentError("--config", f"vocab_size is {eager.cfg.vocab_size}; bytes come from {BYTE_VALUES} only")
     place = eager.embed.weight.device
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     try:

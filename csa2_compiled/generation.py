@@ -45,8 +45,10 @@ def generate(
     if not isinstance(eager, CSA2ForCausalLM):
         raise TypeError(f"model is a {type(eager).__name__}; it must be a CSA2ForCausalLM, compiled or not")
     place = eager.embed.weight.device
-    ids = torch.tensor([list(prompt)], device=place) if isinstance(prompt, bytes) else prompt
+    ids = torch.tensor([list(prompt)], dtype=torch.int64, device=place) if isinstance(prompt, bytes) else prompt
     _check_sampling(temperature, top_k, top_p)
+    _check_stop(stop, eager.cfg.vocab_size)
+    _check_seed(seed)
     _check_at_least("max_new_tokens", max_new_tokens, 1)
     _check_at_least("chunk_size", chunk_size, 1)
     eager.check_inputs(ids, attention_mask=attention_mask)
@@ -115,14 +117,17 @@ def sample(
     """Draw a token a row from logits [..., V], int64 [...]; arguments as in `generate`. Never waits for the device."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    least_positive = torch.finfo(logits.dtype).tiny
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = torch.where(logits >= least, logits, float("-inf"))
+    # Relative to the best, so that no temperature makes an infinity of it.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, least_positive)
     probabilities = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ranked, order = probabilities.sort(dim=-1, descending=True)
-        kept = torch.where(ranked.cumsum(-1) - ranked < top_p, ranked, 0)
+        kept = torch.where(ranked.cumsum(-1) - ranked < max(top_p, least_positive), ranked, 0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
     # The least of exponential waiting times, as torch.multinomial draws it, which however waits for the device.
     waiting = torch.empty_like(probabilities).exponential_(generator=generator)
@@ -136,6 +141,16 @@ def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) 
         _check_at_least("top_k", top_k, 1)
     if top_p is not None and not 0 < top_p <= 1:
         raise CSA2InputError(f"top_p is {top_p}; it must be above 0 and at most 1")
+
+
+def _check_stop(stop: bytes | Collection[int], vocab_size: int) -> None:
+    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in stop):
+        raise CSA2InputError(f"stop is {stop!r}; it must be bytes, or integers within 0 and {vocab_size - 1}")
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
+        raise CSA2InputError(f"seed is {seed!r}; it must be None or an integer within 0 and 2^64 - 1")
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.cache import CSA2Cache, LayerCache, check_cache
 from csa2_compiled.config import CSA2Config
+from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.norm import RMSNorm
 from csa2_compiled.state import CSA2Output, CSA2State
 from csa2_compiled.tokens import (
@@ -166,10 +167,12 @@ class CSA2ForCausalLM(nn.Module):
                 f"input_ids has shape {tuple(input_ids.shape)}; it needs at least one row and 1 to "
                 f"max_position_embeddings {self.cfg.max_position_embeddings} tokens"
             )
+        if not is_capturing(input_ids.device):
+            self._check_values(input_ids, attention_mask, document_ids)
         if cache is not None:
             self._check_cache(cache, input_ids, attention_mask, document_ids)
-        if is_capturing(input_ids.device):
-            return
+
+    def _check_values(self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None) -> None:
         if input_ids.min() < 0 or input_ids.max() >= self.cfg.vocab_size:
             raise CSA2InputError(
                 f"input_ids holds {int(input_ids.min())} to {int(input_ids.max())}; token ids must be within "
@@ -183,7 +186,10 @@ class CSA2ForCausalLM(nn.Module):
     ) -> None:
         if not isinstance(cache, CSA2Cache):
             raise CSA2InputError(f"cache is a {type(cache).__name__}; it must be a CSA2Cache")
-        check_cache(cache, self.cfg, input_ids.shape[0], input_ids.device, document_ids)
-        if cache.dtype != self.embed.weight.dtype:
-            raise CSA2InputError(f"cache has dtype {cache.dtype}; the model's is {self.embed.weight.dtype}")
+        check_cache(cache, self.cfg, input_ids, self.embed.weight.dtype, document_ids)
+        for layer in self.layers:
+            if cast(CSA2Block, layer).attn.layout is AttentionLayout.DENSE:
+                raise CSA2InputError(
+                    "cache was given and a layer's layout is dense, which has no cached form; use auto, slots or plain"
+                )
         cache.check_step(input_ids.shape[1], attention_mask)

@@ -11,6 +11,7 @@ from torch import Tensor
 from csa2_compiled import CSA2Cache, CSA2Config, CSA2ForCausalLM, CSA2Output
 from csa2_compiled.config import YarnScaling
 from csa2_compiled.model import CSA2Block
+from csa2_compiled.rows import buffers
 
 W, K = 8, 4
 YARN = YarnScaling(factor=4.0, beta_fast=8.0, beta_slow=1.0, original_max_position_embeddings=64)
@@ -147,5 +148,5 @@ def fill_with_nan(cache: CSA2Cache) -> None:
     """Whatever reads a row that no step wrote gets NaN."""
     for layer in cache.layers:
         for rows in layer.all_rows():
-            for tensor in rows[:2] if isinstance(rows, tuple) else (rows,):
+            for tensor in buffers(rows):
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 255)

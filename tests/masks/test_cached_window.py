@@ -39,6 +39,28 @@ def test_every_slot_holds_the_position_it_should(pasts, num_tokens, window, more
             assert ring_size not in slots  # the spare row
 
 
+@given(
+    pasts=st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    num_tokens=st.integers(1, 9),
+    window=st.integers(1, 9),
+    more=st.integers(0, 6),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_ring_that_holds_a_short_step_has_every_slot(pasts, num_tokens, window, more):
+    """Of as many tokens as overwrite none that the step's first query sees."""
+    ring_size = max(window - 1 + more, 1)
+    num_tokens = min(num_tokens, ring_size + 1 - window)
+    if num_tokens == 0:
+        return  # a ring without room for a step
+    indices = masks.cached_window_indices(torch.tensor(pasts), num_tokens, window, ring_size + 1, written=True)
+    for row, past in enumerate(pasts):
+        ring = concatenated(past + num_tokens, 0, ring_size)
+        for query in range(num_tokens):
+            positions = [ring[slot] if slot >= 0 else None for slot in indices[row, query].tolist()]
+            newest_first = list(range(past + query, max(past + query - window, -1), -1))
+            assert positions == newest_first + [None] * (window - len(newest_first))
+
+
 @given(past=st.integers(0, 20), counts=st.lists(st.integers(0, 6), min_size=1, max_size=3), window=st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_padded_queries_see_nothing_and_others_what_they_saw(past, counts, window):

@@ -57,7 +57,7 @@ def test_what_flex_attention_cannot_serve_runs_plain(obstacle, word):
     [
         (4096, 512, SLOTS),  # ratio 1
         (2048, 512, SLOTS),  # ratio 2
-        (0, 0, DENSE),  # a window layer
+        (0, 0, SLOTS),  # a window layer
     ],
 )
 def test_released_shapes(num_compressed, topk, layout):
@@ -86,13 +86,13 @@ def test_threshold_of_the_cost_model(window, topk):
 
 
 def test_threshold_lies_at_equal_cost():
-    # 5 blocks of slots cost 5 * 128 * 1.1 = 704 pairs, a whole number.
+    # On a CPU 5 blocks of slots cost 5 * 128 * 2.3 = 1472 pairs, a whole number.
     window, topk = 128, 384
-    compressed = 2 * (704 - window - KEY_BLOCK)
-    dense, slots = pairs_per_query(compressed, topk, window)
+    compressed = 2 * (1472 - window - KEY_BLOCK)
+    dense, slots = pairs_per_query(compressed, topk, window, "cpu")
     assert dense == pytest.approx(slots)
-    assert choose_layout(AUTO, 4096, compressed - 1, topk, window).layout is DENSE
-    assert choose_layout(AUTO, 4096, compressed + 1, topk, window).layout is SLOTS
+    assert choose_layout(AUTO, 4096, compressed - 1, topk, window, "cpu").layout is DENSE
+    assert choose_layout(AUTO, 4096, compressed + 1, topk, window, "cpu").layout is SLOTS
 
 
 class Traced:
@@ -110,6 +110,7 @@ class Traced:
                 num_compressed=x.shape[1] // 2,
                 topk=topk,
                 window=window,
+                device_type="cpu",
                 compiling=torch.compiler.is_compiling(),
             )
             # The graph remembers the choice as a number that it adds.
@@ -131,7 +132,7 @@ def test_a_symbolic_length_goes_to_slots_in_one_graph():
 def test_a_static_length_goes_by_cost():
     traced = Traced(dynamic=False)
     assert traced.layout(64) is DENSE
-    assert traced.layout(4096) is SLOTS
+    assert traced.layout(16384) is SLOTS
     assert traced.counter.frame_count == 2
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from csa2_compiled import CSA2Attention, CSA2Config, CSA2ForCausalLM, compile_model, ops
+from csa2_compiled.compiled import PASS_ORDER
 from csa2_compiled.masks.block_mask import block_pair_counts
 from csa2_compiled.passes.inductor import UnknownTorchVersionError, require_known_torch, without_autograd_cache
 
@@ -172,9 +173,10 @@ def test_a_fresh_process_takes_the_graph_from_the_cache(tmp_path, monkeypatch):
 
 def test_cache_key_covers_sources_and_pass_names():
     layer = CSA2Attention(CONFIG, 0)
-    keys = {compile_model(layer, passes=passes).manager.uuid for passes in ("all", "none")}
-    assert len(keys) == 2
+    keys = {compile_model(layer, passes=passes).manager.uuid for passes in ("all", "none", "inline")}
+    assert len(keys) == 3
     assert compile_model(layer, passes=["inline"]).manager.uuid in keys
+    assert compile_model(layer, passes=PASS_ORDER).manager.uuid in keys
 
 
 def test_unknown_torch_is_refused_by_name(monkeypatch):

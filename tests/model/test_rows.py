@@ -174,9 +174,7 @@ def test_a_ring_takes_the_newest_tokens_once_each(rows: list[tuple[int, int]], s
     padded=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_new_groups_are_those_that_the_step_completes(
-    rows: list[tuple[int, int]], ratio: int, padded: bool
-) -> None:
+def test_new_groups_are_those_that_the_step_completes(rows: list[tuple[int, int]], ratio: int, padded: bool) -> None:
     past = torch.tensor([had for had, _ in rows])
     counts = [new if padded else 12 for _, new in rows]
     tokens = lay_out_tokens(12, CPU, mask_of(counts, 12) if padded else None, past=past)
