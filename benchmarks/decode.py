@@ -182,6 +182,8 @@ def main(
         if not warm_only:
             record = {**provenance(place), "title": title, "rows": [asdict(row) for row in results]}
             path.write_text(json.dumps(record, indent=1) + "\n")
+            last = results[-1]
+            print(f"{name}, batch {batch}, context {context}: {last.compiled_ms:.4f} ms")
     if not warm_only:
         print_table(title, results)
         print(f"written to {path}")
@@ -191,6 +193,7 @@ def compile_in_parallel(rows: str, batches: str, contexts: str) -> None:
     """Fill the compilers' caches with a process a layer, so that the timed process compiles little."""
     command = [sys.executable, __file__, "--warm-only", "--batches", batches, "--contexts", contexts, "--rows"]
     processes = [subprocess.Popen([*command, name]) for name in rows.split(",") if name != STACK]
+    print(f"compiling for {len(processes)} layers at once; times come from this process alone")
     failed = [process.args for process in processes if process.wait() != 0]
     if failed:
         raise typer.Exit(f"compilation failed: {failed}")  # type: ignore[arg-type]
