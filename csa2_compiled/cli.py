@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -169,7 +170,7 @@ def generate(
             os.fsencode(stop),
             seed,
             packed,
-            on_text=lambda piece: typer.echo(_printable(piece), nl=False),
+            on_text=lambda piece: typer.echo(_printable(piece, sys.stdout.encoding), nl=False),
         )
         typer.echo()
         _print_generate(_console(stderr=True), report)
@@ -324,9 +325,10 @@ def _print_run(console: Console, report: RunReport) -> None:
     console.print(_loss_note(report))
 
 
-def _printable(text: str) -> str:
-    """Text for a terminal: what would move its cursor or change its colours is shown as an escape."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+def _printable(text: str, encoding: str = "utf-8") -> str:
+    """Text for a terminal: what would move its cursor or change its colours, or is not in `encoding`, is escaped."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return shown.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 def _print_generate(console: Console, report: GenerateReport) -> None:

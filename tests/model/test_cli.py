@@ -97,8 +97,10 @@ def test_run_is_live_without_caches(finished_run):
     _, report = finished_run
     assert report["caches"] is False
     assert not any(layer["from_cache"] for layer in report["layers"])
-    (inline,) = report["passes"]
+    *kernels, inline = report["passes"]
     assert inline["name"] == "inline"
+    assert all(not summary["fired"] for summary in kernels)  # they are for CUDA, and say so
+    assert any("CUDA" in declined["reason"] for summary in kernels for declined in summary["declined"])
     # One a full layer, one a reindex layer; one gather a kind of block would only do in the slots layout.
     assert inline["fired"]["csa2::select_topk"] == 2
     assert inline["fired"]["csa2::candidate_blocks"] == 1
@@ -249,7 +251,7 @@ class EagerStandIn(CompiledModel):
         inline.fire("csa2::rms_norm")
         inline.decline("csa2::gather_kv", "needs [B, S] on cuda")
         reports = {"census": census, "inline": inline}
-        self.manager.reports.append(tuple(reports[name] for name in self.manager.names))
+        self.manager.reports.append(tuple(reports.get(name, PassReport(name)) for name in self.manager.names))
         return block(*args, **kwargs)
 
 
