@@ -13,43 +13,31 @@ Grouped projections (aten.bmm) are served likewise. Products and sums are float3
 another order.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
-from csa2_compiled.passes.manager import CompilerPass, PassReport
-from csa2_compiled.passes.rewrite import example_of, replace_by_trace, why_not_cuda
+from csa2_compiled.passes.rewrite import FLOAT_DTYPES, NodePass, example_of, replace_by_trace, why_not_cuda
 
 aten = torch.ops.aten
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Gemv(CompilerPass):
+class Gemv(NodePass):
     """Serves CUDA, one row, and weights whose input channels are adjacent in memory."""
 
     name = "gemv"
+    targets = (aten.mm.default, aten.bmm.default)
 
-    def run(self, graph: fx.Graph) -> PassReport:
-        report = PassReport(self.name)
-        for node in list(graph.nodes):
-            if node.op == "call_function" and node.target in (aten.mm.default, aten.bmm.default):
-                reason = self._why_not(node)
-                if reason is None:
-                    self._rewrite(graph, node)
-                    report.fire(node.target.name())
-                else:
-                    report.decline(node.target.name(), reason)
-        return report
-
-    def _why_not(self, node: fx.Node) -> str | None:
-        x, weight = (example_of(argument) for argument in node.all_input_nodes[:2])
-        rows = x.shape[-2]
-        if not isinstance(rows, int) or rows != 1:
+    def why_not(self, node: Any) -> str | None:
+        x, weight = (example_of(argument) for argument in node.args)
+        if not isinstance(x.shape[-2], int) or x.shape[-2] != 1:
             return "more than one row, which a matrix product serves"
-        if len(node.all_input_nodes) != 2 or weight.stride(-2) != 1 or x.stride(-1) != 1:
+        if weight.stride(-2) != 1 or x.stride(-1) != 1:
             return "the weight's input channels are not adjacent in memory"
-        return why_not_cuda(node, _DTYPES)
+        return why_not_cuda(node, FLOAT_DTYPES)
 
-    def _rewrite(self, graph: fx.Graph, node: fx.Node) -> None:
+    def rewrite(self, graph: fx.Graph, node: Any) -> list[str]:
         from csa2_compiled.passes.kernels.gemv import gemv
 
         shape = tuple(example_of(node).shape)
@@ -60,3 +48,4 @@ class Gemv(CompilerPass):
             return gemv(x, transposed_weight.transpose(1, 2)).view(shape)
 
         replace_by_trace(graph, node, body, node.args)
+        return [node.target.name()]

@@ -28,13 +28,13 @@ from torch import Tensor, fx
 from csa2_compiled.passes.inductor import shared_memory_per_block
 from csa2_compiled.passes.manager import CompilerPass, PassReport
 from csa2_compiled.passes.rewrite import (
+    FLOAT_DTYPES,
     all_arguments,
     example_of,
     is_call,
     replace_by_trace,
 )
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAME = "flex_attention"
 _MANY_TOKENS = 4096  # where their number is not known while compiling
 aten, csa2 = torch.ops.aten, torch.ops.csa2
@@ -86,7 +86,7 @@ def _check_device(flex: Any) -> None:
     value = example_of(flex.args[0])
     if value.device.type != "cuda":
         raise _NoMatchError(f"the kernel is for CUDA, not {value.device.type}")
-    if value.dtype not in _DTYPES:
+    if value.dtype not in FLOAT_DTYPES:
         raise _NoMatchError(f"the kernel does not take {value.dtype}")
 
 

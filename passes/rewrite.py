@@ -1,5 +1,6 @@
 """What passes share: putting traced code in place of a node, and reading a graph around it."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,35 @@ import torch
 from torch import Tensor, fx
 
 from csa2_compiled.passes.inductor import fake_mode_of, trace_body
+from csa2_compiled.passes.manager import CompilerPass, PassReport
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels take
+
+
+class NodePass(CompilerPass):
+    """A pass that looks at the calls of certain targets one by one, and rewrites or declines each."""
+
+    targets: tuple[torch._ops.OpOverload, ...]
+
+    def run(self, graph: fx.Graph) -> PassReport:
+        report = PassReport(self.name)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in self.targets:
+                reason = self.why_not(node)
+                if reason is None:
+                    for name in self.rewrite(graph, node):
+                        report.fire(name)
+                else:
+                    report.decline(node.target.name(), reason)
+        return report
+
+    @abstractmethod
+    def why_not(self, node: Any) -> str | None:
+        """Why a node is left as it is; None when it can be rewritten."""
+
+    @abstractmethod
+    def rewrite(self, graph: fx.Graph, node: Any) -> list[str]:
+        """Rewrite a node; returns the names of the ops that went with it."""
 
 
 def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Tensor], arguments: Sequence[Any]) -> fx.Node:

@@ -19,43 +19,39 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from csa2_compiled.passes.manager import CompilerPass, PassReport
-from csa2_compiled.passes.rewrite import all_arguments, is_call, replace_by_trace, why_not_cuda
+from csa2_compiled.passes.rewrite import (
+    FLOAT_DTYPES,
+    NodePass,
+    all_arguments,
+    is_call,
+    replace_by_trace,
+    why_not_cuda,
+)
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-
-class RopeQuant(CompilerPass):
+class RopeQuant(NodePass):
     """Serves CUDA. What has no RoPE in it is left to inlining, which fuses it well."""
 
     name = "rope_quant"
+    targets = (torch.ops.csa2.apply_rope.default,)
 
-    def run(self, graph: fx.Graph) -> PassReport:
-        report = PassReport(self.name)
-        for node in list(graph.nodes):
-            if node.op == "call_function" and node.target is torch.ops.csa2.apply_rope.default:
-                reason = why_not_cuda(node, _DTYPES)
-                if reason is None:
-                    for name in self._rewrite(graph, node):
-                        report.fire(name)
-                else:
-                    report.decline(node.target.name(), reason)
-        return report
+    def why_not(self, node: Any) -> str | None:
+        return why_not_cuda(node, FLOAT_DTYPES)
 
-    def _rewrite(self, graph: fx.Graph, rope: Any) -> list[str]:
+    def rewrite(self, graph: fx.Graph, node: Any) -> list[str]:
         from csa2_compiled.passes.kernels.rope_quantize import rope_quantize
 
         ops = torch.ops.csa2
-        x, rotations, inverse = all_arguments(rope)
-        served, last = [rope.target.name()], rope
+        x, rotations, inverse = all_arguments(node)
+        served, last = [node.target.name()], node
         weight: Any = None
         format_name: Any = None
         eps = 0.0
         if is_call(x, ops.rms_norm.default) and len(x.users) == 1:
             served.insert(0, x.target.name())
             x, weight, eps = all_arguments(x)
-        user: Any = next(iter(rope.users))
-        if len(rope.users) == 1 and is_call(user, ops.quantize_dequantize.default):
+        user: Any = next(iter(node.users))
+        if len(node.users) == 1 and is_call(user, ops.quantize_dequantize.default):
             served.append(user.target.name())
             last, format_name = user, all_arguments(user)[1]
 
