@@ -20,7 +20,9 @@ from csa2_compiled import (
     CSA2ForCausalLM,
     CSA2InputError,
     CSA2State,
+    DecodeStep,
     compile_model,
+    generate,
     load_attention,
     save_attention,
 )
@@ -150,7 +152,7 @@ def bad_cache(came: str, name: str, *words: str, target: str = "both", **others:
 
 
 def bad_call(argument: str, came: str, make: Callable[[Setup], Any], *words: str) -> Case:
-    """A cache that is made or called with a bad argument."""
+    """A cache that is made or called with a bad argument, or a generation or a decoding step."""
     return Case(argument, came, CSA2InputError, None, make, words)
 
 
@@ -624,6 +626,86 @@ CACHE_CALL_CASES = [
     ),
 ]
 
+GENERATION_CASES = [
+    bad_call(
+        "temperature of generate",
+        "less than 0, infinite or NaN",
+        lambda s: generate(s.modules["model"], s.ids, 4, temperature=-0.5),
+        "temperature is -0.5",
+        "a finite number of at least 0",
+    ),
+    bad_call(
+        "top_k of generate",
+        "less than 1, or no integer",
+        lambda s: generate(s.modules["model"], s.ids, 4, top_k=0),
+        "top_k is 0",
+        "an integer of at least 1",
+    ),
+    bad_call(
+        "top_p of generate",
+        "0 or less, more than 1, or NaN",
+        lambda s: generate(s.modules["model"], s.ids, 4, top_p=1.5),
+        "top_p is 1.5",
+        "above 0 and at most 1",
+    ),
+    bad_call(
+        "stop of generate",
+        "text, or a token outside of the vocabulary",
+        lambda s: generate(s.modules["model"], s.ids, 4, stop="."),
+        "stop is '.'",
+        "bytes, or integers within 0 and 255",
+    ),
+    bad_call(
+        "seed of generate",
+        "less than 0, 2^64 or more, or no integer",
+        lambda s: generate(s.modules["model"], s.ids, 4, seed=-1),
+        "seed is -1",
+        "None or an integer within 0 and 2^64 - 1",
+    ),
+    bad_call(
+        "max_new_tokens of generate",
+        "less than 1, or no integer",
+        lambda s: generate(s.modules["model"], s.ids, 0),
+        "max_new_tokens is 0",
+        "an integer of at least 1",
+    ),
+    bad_call(
+        "chunk_size of generate",
+        "less than 1, or no integer",
+        lambda s: generate(s.modules["model"], s.ids, 4, chunk_size=0),
+        "chunk_size is 0",
+        "an integer of at least 1",
+    ),
+    bad_call(
+        "attention_mask of generate",
+        "a row without a token",
+        lambda s: generate(s.modules["model"], s.ids, 4, attention_mask=torch.tensor([ONES, [0] * 8])),
+        "attention_mask has a row without a token",
+        "every row of the prompt needs one",
+    ),
+    bad_call(
+        "cache of generate",
+        "without room for the prompt and the new tokens",
+        lambda s: generate(s.modules["model"], s.ids, 10, cache=s.caches["good"]),
+        "cache has room for max_seq_len = 16 tokens a row",
+        "it holds up to 0, and prompt and new tokens need 17 more",
+    ),
+    bad_call(
+        "num_tokens of DecodeStep",
+        "less than 1, or more than the cache's max_truncate",
+        lambda s: DecodeStep(s.modules["model"], s.caches["good"], num_tokens=9),
+        "num_tokens is 9",
+        "1 to the cache's max_truncate = 8 are allowed",
+    ),
+    bad_call(
+        "input_ids of DecodeStep",
+        "another shape than [batch, num_tokens]",
+        lambda s: DecodeStep(s.modules["model"], s.caches["good"])(s.ids),
+        "input_ids has shape (2, 8)",
+        "it must be [2, 1]",
+    ),
+]
+
 OTHER_CASES = [
     Case(
         "layer.layout",
@@ -759,7 +841,7 @@ OTHER_CASES = [
 ]
 
 INPUT_CASES = [*X_CASES, *STATE_CASES, *MASK_CASES, *DOCUMENT_CASES, *INPUT_IDS_CASES, *CACHE_CASES]
-CASES = [*INPUT_CASES, *CACHE_CALL_CASES, *OTHER_CASES]
+CASES = [*INPUT_CASES, *CACHE_CALL_CASES, *GENERATION_CASES, *OTHER_CASES]
 
 
 @pytest.fixture(scope="module")
