@@ -4,6 +4,8 @@ PYTHON ?= python3
 # Pinned, since an open range would bring a CUDA build of several gigabytes. Any torch >= 2.11 serves.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+# Tests compute with one thread each, so they run side by side, a worker a core.
+WORKERS ?= auto
 TEXT ?= $(shell $(PYTHON) -c "import pydoc_data.topics as topics; print(topics.__file__)")
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -14,10 +16,10 @@ demo: $(READY)  ## a compiled CSA2 model reads a real text file: Python's own do
 	$(BIN)/csa2 run --text "$(TEXT)" --seq-len 512
 
 test: lint  ## everything CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 fast-test: lint  ## without the tests that compile many graphs
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from csa2_compiled.model import CSA2ForCausalLM
 from csa2_compiled.tokens import CSA2InputError
 
 STOPPED = -1  # what a row yields once it has ended
+_CACHE_BLOCK = 256  # tokens
 
 
 def generate(
@@ -56,7 +57,9 @@ def generate(
         raise CSA2InputError("attention_mask has a row without a token; every row of the prompt needs one")
     needed = ids.shape[1] + max_new_tokens - 1
     if cache is None:
-        cache = CSA2Cache(eager.cfg, ids.shape[0], needed, dtype=eager.embed.weight.dtype, device=place)
+        # In whole blocks, so that a compiled step serves prompts of other lengths too.
+        room = max(needed, min(-(-needed // _CACHE_BLOCK) * _CACHE_BLOCK, eager.cfg.max_position_embeddings))
+        cache = CSA2Cache(eager.cfg, ids.shape[0], room, dtype=eager.embed.weight.dtype, device=place)
     else:
         eager.check_inputs(ids[:, :1], cache)
         held = int(cache.lengths.max())

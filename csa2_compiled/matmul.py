@@ -24,8 +24,8 @@ def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Batched weights [N, M, P], float32 or wider, times values [N, P, Q]; the result has the weights' dtype.
 
-    Where tensor cores multiply 16-bit values, each weight goes in as the sum of two 16-bit numbers, which keeps
-    16 of its 24 bits.
+    Where tensor cores multiply 16-bit values, each weight goes in as the sum of two 16-bit numbers: of bfloat16 they
+    keep 16 of its 24 bits, of float16 all but 2^-25.
     """
     if not _takes_tensor_cores(values, weights):
         return torch.bmm(weights, values.to(weights.dtype))

@@ -1,6 +1,7 @@
 """What `csa2 run` and `csa2 explain` report, gathered as plain data; nothing here prints."""
 
 import math
+import os
 import platform
 import statistics
 import time
@@ -191,8 +192,11 @@ def read_end(path: Path, count: int) -> bytes:
     """The last `count` bytes of a file (all it has, if fewer). Raises BadArgumentError."""
     if count < 1:
         raise BadArgumentError("--context", f"{count} is not at least 1")
-    whole = read_text(path, max(1, path.stat().st_size if path.is_file() else 1))
-    return whole.data[-count:]
+    read_text(path, 1)  # which refuses what cannot be read
+    with path.open("rb") as file:
+        if file.seekable():
+            file.seek(-min(count, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return file.read()[-count:]
 
 
 def read_config(path: Path | None, seq_len: int, argument: str = "--seq-len") -> CSA2Config:
@@ -208,10 +212,15 @@ def read_config(path: Path | None, seq_len: int, argument: str = "--seq-len") ->
         raise BadArgumentError("--config", error) from error
     if cfg.vocab_size < BYTE_VALUES:
         raise BadArgumentError("--config", f"vocab_size is {cfg.vocab_size}; bytes need {BYTE_VALUES}")
+    check_length(cfg, seq_len, argument)
+    return cfg
+
+
+def check_length(cfg: CSA2Config, seq_len: int, argument: str) -> None:
+    """Raise BadArgumentError, naming `argument`, for a number of bytes that a model of `cfg` cannot take."""
     if not 1 <= seq_len <= cfg.max_position_embeddings:
         allowed = f"1 to max_position_embeddings = {cfg.max_position_embeddings}"
         raise BadArgumentError(argument, f"{seq_len} is not within {allowed} of the config")
-    return cfg
 
 
 def choose_passes(passes: str) -> tuple[str, ...]:

@@ -78,11 +78,7 @@ def sparse_attention(
     if layout is AttentionLayout.DENSE:
         keys = window_kv if compressed_kv is None else torch.cat([window_kv, compressed_kv], dim=1)
         return _attend_dense(q, keys, visible_keys(recent, topk_indices), topk_indices, sink, window, starts)
-    if topk_indices is not None and layout is AttentionLayout.SLOTS and not has_static_value(topk_indices.shape[-1]):
-        # A symbolic number of slots would be the stride of a captured mask, which Inductor's CPU template
-        # garbles when one symbol's name begins with another's (torch 2.13); padded, it is a constant.
-        topk_indices = F.pad(topk_indices, (0, topk - topk_indices.shape[-1]), value=-1)
-    return _attend_slots_of(q, window_kv, recent, compressed_kv, topk_indices, sink, layout)
+    return _attend_slots_of(q, window_kv, recent, compressed_kv, topk_indices, sink, topk, layout)
 
 
 def cached_sparse_attention(
@@ -93,6 +89,7 @@ def cached_sparse_attention(
     topk_indices: Tensor | None,
     sink: Tensor,
     window: int,
+    topk: int,
     tokens: Tokens,
     layout: AttentionLayout,
 ) -> Tensor:
@@ -113,7 +110,7 @@ def cached_sparse_attention(
         keys = torch.cat([read_rows(ring), window_kv], dim=1)
         write_rows(ring, kept, window_kv)
     recent = masks.cached_window_indices(tokens.past, num_tokens, window, ring_rows, tokens.starts, written)
-    return _attend_slots_of(q, keys, recent, compressed_kv, topk_indices, sink, layout)
+    return _attend_slots_of(q, keys, recent, compressed_kv, topk_indices, sink, topk, layout)
 
 
 def _attend_slots_of(
@@ -123,9 +120,14 @@ def _attend_slots_of(
     compressed_kv: Rows | None,
     topk_indices: Tensor | None,
     sink: Tensor,
+    topk: int,
     layout: AttentionLayout,
 ) -> Tensor:
     """Gather the slots of both sources, and attend: recent int32 [B, S, W] are rows of window_kv [B, N, D]."""
+    if topk_indices is not None and layout is AttentionLayout.SLOTS and not has_static_value(topk_indices.shape[-1]):
+        # A symbolic number of slots would be the stride of a captured mask, which Inductor's CPU template
+        # garbles when one symbol's name begins with another's (torch 2.13); padded, it is a constant.
+        topk_indices = F.pad(topk_indices, (0, topk - topk_indices.shape[-1]), value=-1)
     # A slot of zeros before all others is the sink's key.
     slots = with_sink_slot(recent) if layout is AttentionLayout.SLOTS else recent
     gathered, visible = ops.gather_kv(window_kv, slots), recent

@@ -42,9 +42,14 @@ aten, csa2 = torch.ops.aten, torch.ops.csa2
 
 @dataclass
 class _Match:
-    """What the kernel needs of one FlexAttention call; last: the node whose value it makes."""
+    """What the kernel needs of one FlexAttention call; last: the node whose value it makes.
+
+    q: [B, S, H, D], or any view of that; heads, dim: H and D.
+    """
 
     q: Any
+    heads: int
+    dim: int
     sink: Any
     sources: list[tuple[Any, Any]]  # (keys [B, N, D], indices int32 [B, S, slots])
     last: Any
@@ -107,7 +112,8 @@ def _match(graph: fx.Graph, flex: Any) -> _Match:
     mask_graph = getattr(module, block_mask[-1].target).graph
     if not _is_slot_mask(mask_graph, mask_buffers, [indices for _, indices in sources]):
         raise _NoMatchError("the mask mod is not that of the filled slots alone")
-    match = _Match(_behind_views(q), _behind_views(score_buffers[0]), sources, outputs[0])
+    heads, dim = value.shape[-2:]
+    match = _Match(_behind_views(q), heads, dim, _behind_views(score_buffers[0]), sources, outputs[0])
     _take_rotations(match)
     return match
 
@@ -129,9 +135,8 @@ def _take_rotations(match: _Match) -> None:
 
 
 def _check_tiles(match: _Match) -> None:
-    heads, dim = _heads_and_dim(match)
-    if heads > 128 or dim > 512:
-        raise _NoMatchError(f"{heads} heads of {dim} channels; the kernel takes up to 128 of 512")
+    if match.heads > 128 or match.dim > 512:
+        raise _NoMatchError(f"{match.heads} heads of {match.dim} channels; the kernel takes up to 128 of 512")
     if any(not isinstance(example_of(indices).shape[-1], int) for _, indices in match.sources):
         raise _NoMatchError("the number of slots is not known while compiling")
     try:
@@ -145,29 +150,21 @@ def _tiles(match: _Match) -> Any:
 
     q, indices = example_of(match.q), [example_of(indices) for _, indices in match.sources]
     tokens = indices[0].shape[0] * indices[0].shape[1]
-    heads, dim = _heads_and_dim(match)
     return choose_tiles(
         tokens if isinstance(tokens, int) else _MANY_TOKENS,
-        heads,
-        dim,
+        match.heads,
+        match.dim,
         q.element_size(),
         sum(i.shape[-1] for i in indices),
         shared_memory_per_block(q.device),
     )
 
 
-def _heads_and_dim(match: _Match) -> tuple[int, int]:
-    return tuple(example_of(match.q).shape[-2:])
-
-
 def _rewrite(graph: fx.Graph, match: _Match) -> None:
     from csa2_compiled.passes.kernels.sparse_attention import sparse_attention
 
-    result = example_of(match.last)
-    heads, dim = _heads_and_dim(match)
-    batch, tokens = example_of(match.sources[0][1]).shape[:2]
+    heads, dim, tiles = match.heads, match.dim, _tiles(match)
     rotate_q, rotate_output = match.rotate_q, match.rotate_output
-    shape, tiles = tuple(result.shape), _tiles(match)
 
     def body(
         q: Tensor,
@@ -178,6 +175,7 @@ def _rewrite(graph: fx.Graph, match: _Match) -> None:
         compressed_kv: Tensor | None = None,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
+        batch, tokens = window_indices.shape[:2]
         out = sparse_attention(
             q.reshape(batch, tokens, heads, dim),
             sink,
@@ -190,7 +188,7 @@ def _rewrite(graph: fx.Graph, match: _Match) -> None:
             rotate_output=rotate_output,
             tiles=tiles,
         )
-        return out.reshape(shape)
+        return out if rotate_output else out.flatten(0, 1).unsqueeze(1)  # FlexAttention's rows are tokens
 
     tensors = [tensor for source in match.sources for tensor in source]
     replace_by_trace(graph, match.last, body, (match.q, match.sink, match.rotations, *tensors))
@@ -262,15 +260,17 @@ def _is_slot_mask(graph: fx.Graph, buffers: Any, slots: list[Any]) -> bool:
     """filled[batch row, key], where `filled` are the sink's slot and the non-negative ones of `slots`."""
     nodes: list[Any] = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    if len(buffers) != 1 or len(inputs) != 5:
+    # Where lengths are symbolic they come along, unused.
+    used = [(i, buffer) for i, buffer in zip(inputs[4:], buffers, strict=True) if i.users]
+    if len(used) != 1:
         return False
-    row, _, _, key, filled = inputs
+    (row, _, _, key), (filled, mask) = inputs[:4], used[0]
     looked_up = nodes[-1].args[0]
     if not is_call(looked_up, aten.index.Tensor) or looked_up.args[0] is not filled:
         return False
     if list(looked_up.args[1]) != [row, key]:
         return False
-    source = _behind_views(buffers[0])
+    source = _behind_views(mask)
     if not is_call(source, aten.index_put.default):
         return False
     test, places = source.args[:2]

@@ -268,7 +268,7 @@ def test_more_heads_or_channels_than_the_kernel_takes(heads: int, dim: int) -> N
     graph = trace_on_cuda(lambda q: q + 1, (1, 5, heads, dim))
     q = only_call(graph, aten.add.Tensor)
     with pytest.raises(kv_gather._NoMatchError, match=f"{heads} heads of {dim} channels; the kernel takes up to 128"):
-        kv_gather._check_tiles(kv_gather._Match(q, None, [], q))
+        kv_gather._check_tiles(kv_gather._Match(q, heads, dim, None, [], q))
 
 
 # What the attention pass recognizes.
@@ -284,7 +284,7 @@ def test_the_slots_layout_is_recognized(layer_idx: int, cached: bool) -> None:
     assert (found.rotate_q, found.rotate_output) == (True, True)
     assert shape(found.rotations) == [1, tokens, CONFIG.qk_rope_head_dim // 2, 2]
     assert shape(found.q) == shape(found.last) == [1, tokens, heads, dim]
-    assert kv_gather._heads_and_dim(found) == (heads, dim)
+    assert (found.heads, found.dim) == (heads, dim)
     (rope,) = found.q.users
     assert all_arguments(rope) == [found.q, found.rotations, False]
     assert all_arguments(found.last)[1:] == [found.rotations, True]
