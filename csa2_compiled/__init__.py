@@ -3,14 +3,18 @@
 from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.cache import CSA2Cache
 from csa2_compiled.checkpoint import CheckpointError, load_attention, save_attention
+from csa2_compiled.checkpointing import checkpoint_block, selective_contexts
 from csa2_compiled.compiled import CompiledModel, compile_model
 from csa2_compiled.config import ConfigError, CSA2Config, LayerRole
 from csa2_compiled.decode import DecodeStep
+from csa2_compiled.distillation import DistillationLosses, distillation_loss, enable_distillation
 from csa2_compiled.generation import generate, prefill, sample
 from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.model import CSA2ForCausalLM
+from csa2_compiled.model_files import load_model, save_model
 from csa2_compiled.state import CSA2Output, CSA2State, Publication
 from csa2_compiled.tokens import CSA2InputError
+from csa2_compiled.train import TrainConfig, Trainer
 
 __all__ = [
     "AttentionLayout",
@@ -25,12 +29,21 @@ __all__ = [
     "CompiledModel",
     "ConfigError",
     "DecodeStep",
+    "DistillationLosses",
     "LayerRole",
     "Publication",
+    "TrainConfig",
+    "Trainer",
+    "checkpoint_block",
     "compile_model",
+    "distillation_loss",
+    "enable_distillation",
     "generate",
     "load_attention",
+    "load_model",
     "prefill",
     "sample",
     "save_attention",
+    "save_model",
+    "selective_contexts",
 ]

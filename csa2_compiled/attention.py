@@ -1,7 +1,7 @@
 """One CSA2 attention layer, for all four roles."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import index
 from typing import Any
 
@@ -18,6 +18,7 @@ from csa2_compiled.norm import RMSNorm
 from csa2_compiled.quantization import PackedTensor
 from csa2_compiled.rope import RotaryEmbedding
 from csa2_compiled.rows import Rows, buffers, first_rows, read_rows, write_rows
+from csa2_compiled.selection import Selection, SelectionRecord
 from csa2_compiled.sparse_attention import cached_sparse_attention, layout_for, sparse_attention
 from csa2_compiled.state import CSA2Output, CSA2State, Publication
 from csa2_compiled.tokens import (
@@ -77,6 +78,7 @@ class CSA2Attention(nn.Module):
         document_ids: Tensor | None = None,
         cache: CSA2Cache | LayerCache | None = None,
         tokens: Tokens | None = None,
+        record: SelectionRecord | None = None,
     ) -> CSA2Output:
         """Attend over a whole sequence, or over the next tokens of one that a cache holds.
 
@@ -85,13 +87,17 @@ class CSA2Attention(nn.Module):
         int [B, S], 0 pad, for packed rows; not with a cache. cache: what came before x; this layer writes its own
         part, and ``cache.advance`` ends the step after all layers. Nothing has a gradient then. tokens: what a model
         made of mask, ids and the cache's lengths, once for all its layers; given instead of mask and ids, and then
-        cache is this layer's part. Raises CSA2InputError (a ValueError) before anything is computed.
+        cache is this layer's part. record: takes this layer's selection, or replays the one it holds (see
+        `csa2_compiled.checkpointing`); not with a cache. Raises CSA2InputError (a ValueError) before anything is
+        computed.
         """
         if torch.compiler.is_compiling():
             self._check(x, state, cache)  # a graph cannot read values
-            return self._attend(x, *self.lay_out(x, state, attention_mask, document_ids, cache, tokens))
+            return self._attend(x, *self.lay_out(x, state, attention_mask, document_ids, cache, tokens), record)
+        if record is not None and cache is not None:
+            raise CSA2InputError("record came besides a cache, whose steps have no gradient; leave it out")
         with self.begin(x, state, attention_mask, document_ids, cache, tokens):
-            return self._attend(x, *self.lay_out(x, state, attention_mask, document_ids, cache, tokens))
+            return self._attend(x, *self.lay_out(x, state, attention_mask, document_ids, cache, tokens), record)
 
     @contextmanager
     def begin(
@@ -126,7 +132,14 @@ class CSA2Attention(nn.Module):
         layer_cache = cache.layers[self.layer_idx] if isinstance(cache, CSA2Cache) else cache
         return CSA2State() if state is None else state, tokens, layer_cache
 
-    def _attend(self, x: Tensor, state: CSA2State, tokens: Tokens, cache: LayerCache | None) -> CSA2Output:
+    def _attend(
+        self,
+        x: Tensor,
+        state: CSA2State,
+        tokens: Tokens,
+        cache: LayerCache | None,
+        record: SelectionRecord | None = None,
+    ) -> CSA2Output:
         if self._layout is AttentionLayout.DENSE:
             _make_sizes_static(x, state)
         rotations = self.rotary(tokens.positions)
@@ -134,7 +147,7 @@ class CSA2Attention(nn.Module):
         q = self.wq_b(q_latent).unflatten(-1, (self.cfg.num_attention_heads, self.cfg.head_dim))
         q = ops.apply_rope(q, rotations, False)
         window_kv = self.window_kv(x, rotations)
-        state = self._publish(x, q_latent, rotations, state, tokens, cache)
+        state = self._publish(x, q_latent, rotations, state, tokens, cache, record)
         read = state.of_ratio(self.ratio)
         compressed_kv = None if read is None else read.compressed_kv
         topk_indices = None if read is None else read.topk_indices
@@ -161,6 +174,7 @@ class CSA2Attention(nn.Module):
                 topk_indices,
                 self.attn_sink,
                 cfg.sliding_window,
+                cfg.index_topk,
                 tokens,
                 layout,
             )
@@ -257,29 +271,53 @@ class CSA2Attention(nn.Module):
         state: CSA2State,
         tokens: Tokens,
         cache: LayerCache | None,
+        record: SelectionRecord | None,
     ) -> CSA2State:
         before = state.of_ratio(self.ratio)
         if self.role is LayerRole.FULL:
-            compressed_kv, index_keys = self._compress(x, tokens) if cache is None else self._extend(x, tokens, cache)
+            compressed_kv, index_keys = (
+                self._compress(x, tokens, record) if cache is None else self._extend(x, tokens, cache)
+            )
         elif self.role is LayerRole.REINDEX and before is not None:
             compressed_kv, index_keys = before.compressed_kv, before.index_keys
         else:
             return state
         candidates = None if before is None else before.candidates
-        with torch.no_grad():
-            start, stop = tokens.visible_range(self.ratio)
-            start, stop = (bound.expand(x.shape[0], -1).contiguous() for bound in (start, stop))
-            scores = self.indexer.scores(x, q_latent, rotations, read_rows(index_keys), start, stop)
-            within = candidates if self.selects_within_candidates else None
-            topk_indices = ops.select_topk(scores, within, self.cfg.index_topk)
-            if self.publishes_candidates:
-                blocks, size = self.cfg.candidate_topk_blocks, self.cfg.candidate_block_size
-                candidates = ops.candidate_blocks(scores, stop, tokens.group_starts(self.ratio), blocks, size)
+        if record is not None and record.selection is not None:
+            replayed = record.selection
+            topk_indices, candidates = replayed.topk_indices, replayed.candidates
+        else:
+            with nullcontext() if record is None else record.skipped_by_replay():
+                keys = read_rows(index_keys)
+                topk_indices, candidates = self._select(x, q_latent, rotations, keys, candidates, tokens)
+            if record is not None:
+                record.keep(Selection(keys, topk_indices, candidates))
         return state.publish(Publication(self.ratio, compressed_kv, index_keys, topk_indices, candidates))
 
-    def _compress(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def _select(
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        rotations: Tensor,
+        index_keys: Tensor,
+        candidates: Tensor | None,
+        tokens: Tokens,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The selection, and the candidates that later layers have: this layer's own, or those it was given."""
+        start, stop = tokens.visible_range(self.ratio)
+        start, stop = (bound.expand(x.shape[0], -1).contiguous() for bound in (start, stop))
+        scores = self.indexer.scores(x, q_latent, rotations, index_keys, start, stop)
+        within = candidates if self.selects_within_candidates else None
+        topk_indices = ops.select_topk(scores, within, self.cfg.index_topk)
+        if self.publishes_candidates:
+            blocks, size = self.cfg.candidate_topk_blocks, self.cfg.candidate_block_size
+            candidates = ops.candidate_blocks(scores, stop, tokens.group_starts(self.ratio), blocks, size)
+        return topk_indices, candidates
+
+    def _compress(self, x: Tensor, tokens: Tokens, record: SelectionRecord | None) -> tuple[Tensor, Tensor]:
         """Compressed KV [B, T, D] and index keys [B, T, Di] of a whole sequence."""
-        return self._keys_of(self.compressor(x), tokens.compressed_positions(self.ratio))
+        return self._keys_of(self.compressor(x), tokens.compressed_positions(self.ratio), record)
 
     def _extend(self, x: Tensor, tokens: Tokens, cache: LayerCache) -> tuple[Rows, Rows]:
         """The same of the past and these tokens: writes the new rows and returns all that queries may see."""
@@ -294,11 +332,15 @@ class CSA2Attention(nn.Module):
         count = cache.num_compressed(self.ratio)
         return first_rows(cache.compressed_kv, count), first_rows(cache.index_keys, count)
 
-    def _keys_of(self, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compressed KV and index keys of latents [B, n, D] at positions [B or 1, n]."""
+    def _keys_of(
+        self, latent: Tensor, positions: Tensor, record: SelectionRecord | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compressed KV and index keys of latents [B, n, D] at positions [B or 1, n]; a record may hold the latter."""
         rotations = self.rotary(positions)
         compressed_kv = ops.quantize_dequantize(ops.apply_rope(latent, rotations, False), "nvfp4")
-        with torch.no_grad():
+        if record is not None and record.selection is not None:
+            return compressed_kv, record.selection.index_keys
+        with torch.no_grad(), nullcontext() if record is None else record.skipped_by_replay():
             return compressed_kv, self.indexer.keys(latent, rotations)
 
     def _project_output(self, attended: Tensor, rotations: Tensor, tokens: Tokens) -> Tensor:

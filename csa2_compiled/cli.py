@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich import box
@@ -18,8 +17,13 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from csa2_compiled import run_report
+from csa2_compiled.cli_masks import masks
+from csa2_compiled.cli_shared import DOES_NOT_WORK, ConfigOption, Device, DeviceOption, NotWorkingError
+from csa2_compiled.cli_shared import errors as _errors
+from csa2_compiled.cli_shared import make_console as _console
+from csa2_compiled.cli_train import train
 from csa2_compiled.doctor import CudaDevice, DoctorReport, examine, run_obstacle
-from csa2_compiled.generate_report import GenerateReport, generate_text
+from csa2_compiled.generate_report import GenerateReport, generate_text, read_model
 from csa2_compiled.model import CSA2ForCausalLM
 from csa2_compiled.run_report import (
     BadArgumentError,
@@ -32,8 +36,6 @@ from csa2_compiled.run_report import (
     RunReport,
 )
 
-BAD_ARGUMENT, DOES_NOT_WORK = 2, 1
-_PIPED_WIDTH = 120  # columns, where there is no terminal and COLUMNS is not set
 _NO_PASSES = "No passes: named ops run as they are, one call each."
 
 app = typer.Typer(
@@ -44,21 +46,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-
-class Device(str, Enum):
-    """Where to run."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="config.json or inference/config.json of the model; without it a tiny 9-layer byte model.",
-        metavar="JSON",
-    ),
-]
 WeightsOption = Annotated[
     Path | None,
     typer.Option(
@@ -70,7 +57,6 @@ WeightsOption = Annotated[
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the report there, as JSON.", metavar="PATH")
 ]
-DeviceOption = Annotated[Device, typer.Option(help="Where to run.")]
 PassesOption = Annotated[
     str, typer.Option(help='Compiler passes: "all", "none", or names with commas between.', metavar="NAMES")
 ]
@@ -129,6 +115,10 @@ def generate(
         float | None, typer.Option(help="Sample among the likeliest bytes that hold this probability.", metavar="P")
     ] = None,
     stop: Annotated[str, typer.Option(help="End at any of these bytes.", metavar="BYTES")] = "",
+    model_path: Annotated[
+        Path | None,
+        typer.Option("--model", help="Directory of a whole model, as csa2 train makes it.", metavar="DIR"),
+    ] = None,
     config: ConfigOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = Device.CPU,
@@ -157,7 +147,15 @@ def generate(
         length = len(prompt_bytes) + max_new_tokens - 1  # the last byte does not go in
         asked_by = f"--max-new-tokens after a prompt of {len(prompt_bytes)} bytes"
         model, names = _prepare(
-            config, passes, device, length, seed, weights, compiles=not eager, length_argument=asked_by
+            config,
+            passes,
+            device,
+            length,
+            seed,
+            weights,
+            compiles=not eager,
+            length_argument=asked_by,
+            model_path=model_path,
         )
         runs = model if eager else run_report.compile_for_report(model, names, caches=True)
         report = generate_text(
@@ -198,6 +196,9 @@ def explain(
         _print_explain(_console(), report)
 
 
+app.command()(masks)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -216,24 +217,7 @@ def doctor(
         raise typer.Exit(DOES_NOT_WORK)
 
 
-class _NotWorkingError(RuntimeError):
-    """This machine cannot do what was asked, whatever the arguments."""
-
-
-@contextmanager
-def _errors(command: str) -> Iterator[None]:
-    """Turn what a user can fix into one line on stderr and an exit code."""
-    try:
-        yield
-    except BadArgumentError as error:
-        _fail(command, error, BAD_ARGUMENT)
-    except _NotWorkingError as error:
-        _fail(command, error, DOES_NOT_WORK)
-
-
-def _fail(command: str, error: Exception, code: int) -> NoReturn:
-    typer.echo(f"csa2 {command}: {' '.join(str(error).split())}", err=True)
-    raise typer.Exit(code)
+app.command()(train)
 
 
 def _prepare(
@@ -245,15 +229,19 @@ def _prepare(
     weights: Path | None = None,
     compiles: bool = True,
     length_argument: str = "--seq-len",
+    model_path: Path | None = None,
 ) -> tuple[CSA2ForCausalLM, tuple[str, ...]]:
     """The model and the names of the passes, every argument checked before anything is compiled."""
     names = run_report.choose_passes(passes)
     run_report.check_device(device.value)
-    cfg = run_report.read_config(config, seq_len, length_argument)
+    if model_path is not None and (config is not None or weights is not None):
+        raise BadArgumentError("--model", f"{model_path} has a config and all weights; give no --config and --weights")
+    model = None if model_path is None else read_model(model_path, seq_len, device.value, length_argument)
+    cfg = run_report.read_config(config, seq_len, length_argument) if model is None else model.cfg
     obstacle = run_obstacle(device.value) if compiles else None
     if obstacle is not None:
-        raise _NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
-    return run_report.make_model(cfg, seed, device.value, weights), names
+        raise NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
+    return run_report.make_model(cfg, seed, device.value, weights) if model is None else model, names
 
 
 def _name(path: Path | None) -> str | None:
@@ -275,13 +263,6 @@ def _write_json(path: Path, values: dict[str, object]) -> None:
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise BadArgumentError("--json", f"{path} cannot be written: {error.strerror}") from error
-
-
-def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPED_WIDTH
-    return console
 
 
 @contextmanager
@@ -336,7 +317,8 @@ def _print_generate(console: Console, report: GenerateReport) -> None:
     rate = report.prompt_bytes / report.prefill_seconds
     console.print(f"Prompt: {report.prompt_bytes} bytes in {report.prefill_seconds:.2f} s ({rate:.0f} bytes/s).")
     if report.first_step_seconds is not None:
-        compiled = "" if report.compilations is None else f", {report.compilations} compilations included"
+        count = report.compilations
+        compiled = "" if count is None else f", {count} compilation{'s' * (count != 1)} included"
         console.print(f"First step: {report.first_step_seconds:.2f} s{compiled}.")
     if report.tokens_per_second is not None:
         console.print(f"Then {report.tokens_per_second:.1f} tokens/s ({report.new_bytes} bytes in all).")

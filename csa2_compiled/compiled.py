@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from csa2_compiled.attention import CSA2Attention
-from csa2_compiled.model import CSA2Block, CSA2ForCausalLM
+from csa2_compiled.model import CSA2Block, CSA2ForCausalLM, RunBlock
 from csa2_compiled.ops import BODIES
 from csa2_compiled.passes import (
     CompilerPass,
@@ -53,9 +53,17 @@ class CompiledModel(nn.Module):
     module: the eager one, whose parameters it shares. manager: the passes and their reports.
     """
 
-    def __init__(self, module: nn.Module, manager: PassManager, regional: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        manager: PassManager,
+        regional: bool,
+        run_block: RunBlock | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         self.module, self.manager, self.regional = module, manager, regional
+        self._run_inside = run_block
         self.compilations = 0  # graphs compiled by calls of this object
         self.cache_hits = 0  # those of them that a cache served
         self._kwargs = {"fullgraph": True, **kwargs}
@@ -69,7 +77,11 @@ class CompiledModel(nn.Module):
             return self.module(*args, run_block=self.run_block, **kwargs)  # which checks
         assert isinstance(self.module, CSA2ForCausalLM | CSA2Attention)
         with self.module.begin(*args, **kwargs):
-            return self._whole(self.module, *args, **kwargs)
+            if self._run_inside is None:
+                return self._whole(self.module, *args, **kwargs)
+            if isinstance(self.module, CSA2Attention):
+                return self._whole(self._run_inside, self.module, *args, **kwargs)
+            return self._whole(self.module, *args, run_block=self._run_inside, **kwargs)
 
     def run_block(self, block: CSA2Block | CSA2Attention, x: Tensor, *args: Any, **kwargs: Any) -> CSA2Output:
         """Run one block, or one attention layer, through the compiled region that serves all of its kind."""
@@ -87,6 +99,8 @@ class CompiledModel(nn.Module):
         kind = (type(block).__name__, *block.kind)
         if kind not in self._regions:
             self._regions[kind] = self._compile(self._region(kind))
+        if self._run_inside is not None:
+            return self._regions[kind](self._run_inside, block, *args, **kwargs)
         return self._regions[kind](block, *args, **kwargs)
 
     def _region(self, kind: tuple[Any, ...]) -> Callable[..., Any]:
@@ -112,12 +126,17 @@ class CompiledModel(nn.Module):
 
 
 def compile_model(
-    model: nn.Module, passes: str | Iterable[str] = "all", regional: bool = False, **kwargs: Any
+    model: nn.Module,
+    passes: str | Iterable[str] = "all",
+    regional: bool = False,
+    run_block: RunBlock | None = None,
+    **kwargs: Any,
 ) -> CompiledModel:
     """Compile a CSA2ForCausalLM, or one CSA2Attention, with this project's passes.
 
     passes: "all", "none" (named ops stay single calls), one pass name or several. regional: compile each
     kind of block once and reuse it for all blocks of that kind, instead of one graph for the whole model.
+    run_block: runs one block, or the layer, inside the graph in place of calling it, such as `checkpoint_block`.
     kwargs go to torch.compile (``fullgraph=True`` unless given). Compilation happens at the first call.
     Raises TypeError for another module, ValueError for an unknown pass, another backend or a module that has no
     blocks to compile regionally, and UnknownTorchVersionError on a torch whose internals are not known.
@@ -132,7 +151,7 @@ def compile_model(
     register_own_buffer_lowering()
     keep_kernel_launches()
     manager = PassManager([_make_pass(name) for name in resolve_passes(passes)], _source_files())
-    return CompiledModel(model, manager, regional, **kwargs)
+    return CompiledModel(model, manager, regional, run_block, **kwargs)
 
 
 def resolve_passes(passes: str | Iterable[str]) -> tuple[str, ...]:
@@ -167,5 +186,5 @@ def _source_files() -> list[Path]:
     return [path for folder in folders for path in folder.glob("*.py")]
 
 
-def _run_region(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_region(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)

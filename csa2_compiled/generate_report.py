@@ -4,12 +4,15 @@ import codecs
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from csa2_compiled.cache import CSA2Cache
+from csa2_compiled.checkpoint import CheckpointError
 from csa2_compiled.compiled import CompiledModel
 from csa2_compiled.generation import generate
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.run_report import BYTE_VALUES, BadArgumentError, Environment, environment_of
+from csa2_compiled.model_files import load_model
+from csa2_compiled.run_report import BYTE_VALUES, BadArgumentError, Environment, check_length, environment_of
 from csa2_compiled.tokens import CSA2InputError
 
 
@@ -33,6 +36,21 @@ class GenerateReport:
     cache_bytes: int
     cache_tokens: int
     packed: bool
+
+
+def read_model(path: Path, seq_len: int, device: str, length_argument: str) -> CSA2ForCausalLM:
+    """The byte-level model in a directory (see `load_model`), checked to take that many bytes.
+
+    length_argument: what asked for them. Raises BadArgumentError.
+    """
+    try:
+        model = load_model(path, device).eval()
+    except CheckpointError as error:
+        raise BadArgumentError("--model", error) from error
+    if model.cfg.vocab_size != BYTE_VALUES:
+        raise BadArgumentError("--model", f"vocab_size is {model.cfg.vocab_size}; bytes come from {BYTE_VALUES} only")
+    check_length(model.cfg, seq_len, length_argument)
+    return model
 
 
 def generate_text(

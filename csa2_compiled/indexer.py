@@ -13,7 +13,8 @@ from csa2_compiled.norm import RMSNorm
 class Indexer(nn.Module):
     """Index queries and head weights; on layers that publish index keys also those.
 
-    The selection is discrete and gives no gradient, so the layer runs all of this without one.
+    The selection is discrete and gives no gradient, so the layer runs all of this without one; the distillation loss
+    (`csa2_compiled.distillation`) gives one.
     """
 
     def __init__(
@@ -50,9 +51,13 @@ class Indexer(nn.Module):
 
         Position t is visible when visible_start <= t < visible_stop (int32 [B, S]); -inf elsewhere.
         """
+        q, weights = self.queries(x, q_latent, rotations)
+        return ops.index_scores(q, index_keys, weights, visible_start, visible_stop)
+
+    def queries(self, x: Tensor, q_latent: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [B, S, Hi, Di], rotated and in mxfp4, and scaled head weights, float32 [B, S, Hi]."""
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.dim))
         q = ops.quantize_dequantize(ops.apply_rope(q, rotations, False), "mxfp4")
         weights = self.weights_proj(x)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        weights = weights * (self.dim**-0.5 * self.heads**-0.5)
-        return ops.index_scores(q, index_keys, weights, visible_start, visible_stop)
+        return q, weights * (self.dim**-0.5 * self.heads**-0.5)

@@ -16,6 +16,7 @@ from csa2_compiled.cache import CSA2Cache, LayerCache, check_cache
 from csa2_compiled.config import CSA2Config
 from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.norm import RMSNorm
+from csa2_compiled.selection import SelectionRecord
 from csa2_compiled.state import CSA2Output, CSA2State
 from csa2_compiled.tokens import (
     CSA2InputError,
@@ -64,9 +65,19 @@ class CSA2Block(nn.Module):
         """See `CSA2Attention.kind`."""
         return self.attn.kind
 
-    def forward(self, x: Tensor, state: CSA2State, tokens: Tokens, cache: LayerCache | None = None) -> CSA2Output:
-        """x: [B, S, hidden_size] and what the layer before published; returns the same for the next."""
-        attended = self.attn(self.attn_norm(x), state, cache=cache, tokens=tokens)
+    def forward(
+        self,
+        x: Tensor,
+        state: CSA2State,
+        tokens: Tokens,
+        cache: LayerCache | None = None,
+        record: SelectionRecord | None = None,
+    ) -> CSA2Output:
+        """x: [B, S, hidden_size] and what the layer before published; returns the same for the next.
+
+        record: as in `CSA2Attention.forward`.
+        """
+        attended = self.attn(self.attn_norm(x), state, cache=cache, tokens=tokens, record=record)
         x = x + attended.hidden_states
         return CSA2Output(x + self.ffn(self.ffn_norm(x)), attended.state)
 

@@ -35,6 +35,8 @@ def test_wheel_built_from_the_sdist_holds_both(tmp_path):
     for module in ("attention", "masks/layout", "passes/manager"):
         assert f"csa2_compiled/{module}.py" in names
     assert "csa2_compiled/py.typed" in names
+    assert "csa2_compiled/masks/page.html" in names
     assert not [name for name in names if name.startswith(("masks/", "passes/", "tests/"))]
     with tarfile.open(sdist) as archive:
-        assert any(name.endswith("csa2_compiled/masks/layout.py") for name in archive.getnames())
+        for file in ("layout.py", "page.html"):
+            assert any(name.endswith(f"csa2_compiled/masks/{file}") for name in archive.getnames())

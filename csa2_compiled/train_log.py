@@ -1,0 +1,58 @@
+"""The log of a training run: a JSON object a step, one a line."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from csa2_compiled.train import StepReport
+
+
+class TrainLog:
+    """Appends steps to a file, each flushed: a checkpoint never has a step that the log misses.
+
+    Keys: step, epoch, loss (nats a byte), lr, grad_norm, bytes, seconds, bytes_per_second; val_bits_per_byte where
+    there was a validation.
+    """
+
+    def __init__(self, path: Path, steps_done: int) -> None:
+        """Keep what an earlier run logged up to `steps_done`; what it did after its checkpoint is done again."""
+        self.path = path
+        kept = [line for line in _lines(path) if _step(line) <= steps_done]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)
+
+    def write(self, report: StepReport) -> None:
+        """Append one step. Raises OSError."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_record(report)) + "\n")
+
+
+def _record(report: StepReport) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "step": report.step,
+        "epoch": report.epoch,
+        "loss": report.loss,
+        "lr": report.lr,
+        "grad_norm": report.grad_norm,
+        "bytes": report.num_bytes,
+        "seconds": round(report.seconds, 6),
+        "bytes_per_second": round(report.bytes_per_second, 1),
+    }
+    if report.val_bits_per_byte is not None:
+        values["val_bits_per_byte"] = report.val_bits_per_byte
+    return values
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite for one that was not written whole."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return float("inf")
