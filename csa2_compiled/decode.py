@@ -24,8 +24,8 @@ class DecodeStep:
     def __init__(self, model: CSA2ForCausalLM | CompiledModel, cache: CSA2Cache, num_tokens: int = 1) -> None:
         if not 1 <= num_tokens <= cache.max_truncate:
             raise CSA2InputError(
-                f"num_tokens is {num_tokens}; 1 to the cache's max_truncate = {cache.max_truncate} are allowed: make it "
-                "with a larger one"
+                f"num_tokens is {num_tokens}; 1 to the cache's max_truncate = {cache.max_truncate} are allowed: "
+                "make it with a larger one"
             )
         self.model, self.cache, self.num_tokens = model, cache, num_tokens
         self._ids = torch.zeros(cache.batch_size, num_tokens, dtype=torch.int64, device=cache.device)

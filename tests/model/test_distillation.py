@@ -1,7 +1,7 @@
 """The indexer's distillation loss: against a direct formula, slopes, chunk sizes, and a training run.
 
-Measured with torch 2.13.0 on CPU: float64 loss against the formula 3.1e-16 relative; gradients of chunk sizes 1 to S
-against one chunk 1e-15.
+Measured with torch 2.13.0 on CPU: float64 loss against the formula 3e-15 relative; losses of other chunk sizes against
+one chunk 3e-15, their gradients 4e-16.
 """
 
 import math

@@ -4,8 +4,8 @@ Measured with torch 2.13.0 on CPU (relative Frobenius errors):
 
 | comparison | error |
 | --- | --- |
-| float64, packed documents against each alone, worst parameter | 6e-15 |
-| float64, straight-through against x + (quantized - x).detach() | 4e-15 |
+| float64, packed documents against each alone, worst parameter | 1.1e-15 |
+| float64, straight-through against x + (quantized - x).detach() | 0 |
 | bfloat16 against float64 of the same weights, worst parameter (values land in other FP4 and FP8 bins) | 0.076 |
 | compiled against eager, float32, worst parameter | see COMPILED |
 """
@@ -35,7 +35,7 @@ from csa2_compiled.quantization import quantize_dequantize_body
 from csa2_compiled.selection import Selection
 from csa2_compiled.tokens import lay_out_tokens
 
-SAME = 1e-13  # float64: the same sums in another order
+SAME = 1e-14  # float64: the same sums in another order
 BFLOAT16 = 0.12
 COMPILED = 1e-5  # 1e-6 measured
 
@@ -219,8 +219,10 @@ def test_compiled_layers_have_eager_gradients(layer_idx: int) -> None:
         return dict(zip(names, torch.autograd.grad(weighted([output]), [named[n] for n in names]), strict=True))
 
     expected = step(layer)
-    for name, gradient in step(compile_model(layer, dynamic=False)).items():
-        assert relative_error(gradient, expected[name]) <= COMPILED, name
+    got = step(compile_model(layer, dynamic=False))
+    errors = {name: relative_error(gradient, expected[name]) for name, gradient in got.items()}
+    print(f"worst compiled gradient: {max(errors.values()):.1e}")
+    assert max(errors.values()) <= COMPILED, errors
 
 
 def test_aot_eager_layers_have_eager_gradients() -> None:
