@@ -128,7 +128,7 @@ def compiled_steps() -> Steps:
     torch._dynamo.reset()
     model = make_model(SMALL, torch.float32)
     steps = Steps(model, compile_model(model, passes="inline", regional=True, dynamic=False), make_ids(SMALL, 20))
-    cache = CSA2Cache(SMALL, 2, 20)
+    cache = CSA2Cache(SMALL, 2, SMALL.max_position_embeddings)  # the size that generate makes
     with torch.no_grad():
         model(steps.ids[:, :10], cache)
     step = DecodeStep(steps.compiled, cache)
@@ -154,7 +154,7 @@ def test_compiled_steps_equal_one_prefill(compiled_steps: Steps) -> None:
 
 @pytest.mark.slow
 def test_generation_takes_the_same_graphs(compiled_steps: Steps) -> None:
-    """Caches of one size; another size is another shape of buffers, and the graphs are for one."""
+    """Its caches come in whole blocks, here all the model takes; another size would be other shapes of buffers."""
     model, compiled, ids = compiled_steps.model, compiled_steps.compiled, compiled_steps.ids[:, :9]
     expected = list(generate(model, ids, 12, stop=[7]))
     got = list(generate(compiled, ids, 12, stop=[7]))

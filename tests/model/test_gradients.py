@@ -7,7 +7,7 @@ Measured with torch 2.13.0 on CPU (relative Frobenius errors):
 | float64, packed documents against each alone, worst parameter | 1.1e-15 |
 | float64, straight-through against x + (quantized - x).detach() | 0 |
 | bfloat16 against float64 of the same weights, worst parameter (values land in other FP4 and FP8 bins) | 0.076 |
-| compiled against eager, float32, worst parameter | see COMPILED |
+| compiled against eager, float32, worst parameter | 5.2e-7 |
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from csa2_compiled.tokens import lay_out_tokens
 
 SAME = 1e-14  # float64: the same sums in another order
 BFLOAT16 = 0.12
-COMPILED = 1e-5  # 1e-6 measured
+COMPILED = 2e-6
 
 
 def arguments_of(arrangement: str, name: str = "released") -> dict[str, Tensor]:
