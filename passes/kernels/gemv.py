@@ -28,7 +28,7 @@ class GemvTiles:
 
 
 def choose_tiles(num_rows: int, num_channels: int) -> GemvTiles:
-    """Tiles for a weight [num_rows, num_channels], all groups counted as rows: the best of a sweep on one H200."""
+    """Tiles for a weight [num_rows, num_channels], all groups counted as rows: from a sweep on one H200."""
     if num_rows >= 4096 and num_channels < 2048:
         tiles = (16, 256) if num_rows >= 16384 else (4, 512)
         return GemvTiles(*tiles, num_warps=4)
