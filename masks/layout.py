@@ -13,9 +13,9 @@ every causal block), so the dense layout is charged for every causal key:
     slots:  1 + window + min(topk, num_compressed), rounded up to key_block, times SLOTS_PER_DENSE_PAIR
 
 SLOTS_PER_DENSE_PAIR is the price of a slot: 0.35 on one H200, where a kernel gathers them (attention core at released
-shapes, 4096 tokens: 1.2 ms in a profile of the layer for 704 pairs a query, dense 10.7 ms for 2304; FlexAttention on gathered slots, without
-the pass, takes 3.6 ms, a price of 1.1), 2.3 on a CPU (the demo model's window and full layers, 512 tokens, one thread,
-both layouts).
+shapes, 4096 tokens: 1.2 ms in a profile of the layer for 704 pairs a query, dense 10.7 ms for 2304; FlexAttention on
+gathered slots, without the pass, takes 3.6 ms, a price of 1.1), 2.3 on a CPU (the demo model's window and full layers,
+512 tokens, one thread, both layouts).
 """
 
 from dataclasses import dataclass
