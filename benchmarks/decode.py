@@ -10,6 +10,7 @@ looks at, over the memory's copy speed. The stack is all attention layers of the
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,10 +191,15 @@ def main(
 
 
 def compile_in_parallel(rows: str, batches: str, contexts: str) -> None:
-    """Fill the compilers' caches with a process a layer, so that the timed process compiles little."""
-    command = [sys.executable, __file__, "--warm-only", "--batches", batches, "--contexts", contexts, "--rows"]
-    processes = [subprocess.Popen([*command, name]) for name in rows.split(",") if name != STACK]
-    print(f"compiling for {len(processes)} layers at once; times come from this process alone")
+    """Fill the compilers' caches, a process for each layer and batch, so that the timed process compiles little."""
+    command = [sys.executable, __file__, "--warm-only", "--contexts", contexts]
+    layers = [name for name in rows.split(",") if name != STACK]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    processes = [
+        subprocess.Popen([*command, "--batches", batch, "--rows", name], env=environment)
+        for batch, name in product(batches.split(), layers)
+    ]
+    print(f"compiling in {len(processes)} processes at once; times come from this process alone")
     failed = [process.args for process in processes if process.wait() != 0]
     if failed:
         raise typer.Exit(f"compilation failed: {failed}")  # type: ignore[arg-type]
