@@ -4,9 +4,12 @@ Computes `csa2::select_topk` and `csa2::candidate_blocks` as `csa2_compiled.inde
 to the lower position, 0.0 and -0.0 tie, NaN and -inf are never selected, -1 fills what is left. No arithmetic
 rounds, so the results are equal, not close.
 
-A program holds up to `block` scores of a row in registers, as integers that order like the floats. It finds the
-k-th best by bisection, counting the keys above the middle (which stops as soon as exactly k are above), then
-writes the positions of the keys above it and of the first keys equal to it, at places that one prefix sum
+A program holds up to `block` scores of a row in registers, as integers that order like the floats; where at most
+half or a quarter of these are visible, a smaller body serves. It looks for the k-th best by counting the keys at
+or above a guess, and stops as soon as exactly k are. The first guess is that quantile of a normal distribution with
+the scores' mean and variance, the others interpolate between the counts so far, and every third one halves the
+interval of keys, so that no distribution takes more than about a hundred rounds (five are usual). Then it writes
+the positions of the keys above the k-th best and of the first keys equal to it, at places that one prefix sum
 gives. Longer rows are a tournament: every block of a row sends its own k best, and the same kernel chooses
 among these, in as many rounds as it takes; each round divides a row by about block / k. All blocks of a round
 run at once, so a single long row (decode) also fills the device.
@@ -31,38 +34,36 @@ from csa2_compiled.passes.kernels.launch import traceable
 
 _EXCLUDED = tl.constexpr(-0x80000000)  # below the key of every float
 _LARGEST = tl.constexpr(0x7FFFFFFF)
+_LARGEST_BLOCK = 32768  # two counts share an integer
 
 
 @dataclass(frozen=True)
 class SelectTopkTiles:
-    """block: scores a program holds, a power of two, 32768 at most; keys_per_thread: a power of two.
+    """block: scores a program holds, a power of two, at most 32768; keys_per_thread: a power of two."""
 
-    max_registers: of a thread, so that more rows share a multiprocessor; None leaves it to the compiler. ways: into how
-    many parts a round of the search divides what is left, 2 or 4.
-    """
-
-    block: int = 8192
+    block: int = 4096
     keys_per_thread: int = 32
-    max_registers: int | None = None
-    ways: int = 4
 
-    def launch_options(self, block: int) -> dict[str, int]:
-        num_warps = min(32, max(1, block // (32 * self.keys_per_thread)))
-        return {"num_warps": num_warps} | ({} if self.max_registers is None else {"maxnreg": self.max_registers})
+    def num_warps(self, block: int) -> int:
+        return min(32, max(1, block // (32 * self.keys_per_thread)))
+
+
+def choose_tiles(rows: int, k: int) -> SelectTopkTiles:
+    """Tiles for the k best of that many rows, from a sweep on one H200: few rows are shared by more threads."""
+    block = min(_LARGEST_BLOCK, max(SelectTopkTiles.block, triton.next_power_of_2(2 * k)))
+    return SelectTopkTiles(block=block, keys_per_thread=16 if rows <= 256 else 32)
 
 
 @dataclass(frozen=True)
 class CandidateBlocksTiles:
-    """blocks: candidate blocks a program reads or marks, a power of two; select: tiles of the selection."""
+    """blocks: candidate blocks a program reads or marks, a power of two; select: of the selection, None to choose."""
 
     blocks: int = 256
     num_warps: int = 4
-    select: SelectTopkTiles = SelectTopkTiles()
+    select: SelectTopkTiles | None = None
 
 
-def supports(
-    k: int, num_positions: int, group_starts: Tensor | None = None, block: int = SelectTopkTiles.block
-) -> bool:
+def supports(k: int, num_positions: int, group_starts: Tensor | None = None, block: int = _LARGEST_BLOCK) -> bool:
     """True, or NotImplementedError that says why these kernels do not serve such a call.
 
     k: how many are selected of num_positions: positions, or blocks less the newest for candidate blocks.
@@ -90,11 +91,11 @@ def select_topk(
 
     visible_start, visible_stop: int32 [B, S], both or neither; scores outside of them count as -inf.
     """
-    tiles = tiles or SelectTopkTiles()
     batch, queries, positions = scores.shape
-    k = min(k, positions)
-    supports(k, positions, block=tiles.block)
     rows = batch * queries
+    k = min(k, positions)
+    tiles = tiles or choose_tiles(rows, k)
+    supports(k, positions, block=tiles.block)
     if rows == 0 or k == 0:
         return torch.empty(batch, queries, k, dtype=torch.int32, device=scores.device)
     entrants, length = None, positions
@@ -116,17 +117,17 @@ def select_topk(
             *((0, 0) if candidates is None else candidates.stride()[:2]),
             *((0, 0) if visible_start is None else visible_start.stride()),
             *((0, 0) if visible_stop is None else visible_stop.stride()),
-            HAS_CANDIDATES=candidates is not None and entrants is None,
-            HAS_RANGE=visible_start is not None and entrants is None,
+            HAS_CANDIDATES=candidates is not None,
+            HAS_RANGE=visible_start is not None,
             HAS_ENTRANTS=entrants is not None,
             BLOCK=block,
             FILL=min(1024, triton.next_power_of_2(k)),
-            WAYS=tiles.ways,
-            **tiles.launch_options(block),
+            num_warps=tiles.num_warps(block),
         )
         if blocks == 1:
             return winners
         entrants, length = winners, blocks * k
+        candidates = visible_start = visible_stop = None  # winners are allowed
 
 
 def candidate_blocks(
@@ -148,7 +149,7 @@ def candidate_blocks(
     batch, queries, positions = scores.shape
     blocks = triton.cdiv(positions, block_size)
     k = min(topk_blocks - 1, blocks)
-    supports(k, blocks, group_starts, tiles.select.block)
+    supports(k, blocks, group_starts, tiles.select.block if tiles.select else _LARGEST_BLOCK)
     marks = torch.zeros(batch, queries, positions, dtype=torch.bool, device=scores.device)
     if marks.numel() == 0:
         return marks
@@ -212,30 +213,54 @@ def select_topk_kernel(
     HAS_ENTRANTS: tl.constexpr,
     BLOCK: tl.constexpr,
     FILL: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """winners [rows, blocks, k] of each block of a row's entrants [length], or of its positions themselves."""
     row = tl.program_id(0).to(tl.int64)
     batch, query = row // queries, row % queries
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if HAS_ENTRANTS:
-        position = tl.load(entrants_ptr + row * length + entry, mask=entry < length, other=-1)
-        allowed = position >= 0
-    else:
-        position = entry
-        allowed = entry < length
+    first = tl.program_id(1) * BLOCK
+    last = tl.minimum(first + BLOCK, length)
     if HAS_RANGE:
         start = tl.load(visible_start_ptr + batch * start_batch_stride + query * start_query_stride)
         stop = tl.load(visible_stop_ptr + batch * stop_batch_stride + query * stop_query_stride)
-        allowed = allowed & (position >= start) & (position < stop)
-    if HAS_CANDIDATES:
-        row_candidates = candidates_ptr + batch * candidate_batch_stride + query * candidate_query_stride
-        allowed = allowed & (tl.load(row_candidates + position, mask=allowed, other=0) != 0)
+        first, last = tl.maximum(first, start), tl.minimum(last, stop)
     row_scores = scores_ptr + batch * score_batch_stride + query * score_query_stride
+    row_candidates = candidates_ptr
+    if HAS_CANDIDATES:
+        row_candidates += batch * candidate_batch_stride + query * candidate_query_stride
+    row_entrants = entrants_ptr
+    if HAS_ENTRANTS:
+        row_entrants += row * length
+    winners = winners_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * k
+    if HAS_RANGE and BLOCK >= 128:
+        if last - first <= BLOCK // 4:
+            num_selected = _select(row_scores, row_candidates, row_entrants, winners, first, last, k, BLOCK // 4)
+        elif last - first <= BLOCK // 2:
+            num_selected = _select(row_scores, row_candidates, row_entrants, winners, first, last, k, BLOCK // 2)
+        else:
+            num_selected = _select(row_scores, row_candidates, row_entrants, winners, first, last, k, BLOCK)
+    else:
+        num_selected = _select(row_scores, row_candidates, row_entrants, winners, first, last, k, BLOCK)
+    for first_empty in range(0, k, FILL):
+        empty = first_empty + tl.arange(0, FILL)
+        tl.store(winners + empty, tl.full((FILL,), -1, tl.int32), mask=(empty >= num_selected) & (empty < k))
+
+
+@triton.jit
+def _select(row_scores, row_candidates, row_entrants, winners, first, last, k, ENTRIES: tl.constexpr):
+    """Write the k best of entries [first, last), at most ENTRIES, to winners; how many there were to write."""
+    entry = first + tl.arange(0, ENTRIES)
+    exists = entry < last
+    if row_entrants is not None:
+        position = tl.load(row_entrants + entry, mask=exists, other=-1)
+        allowed = position >= 0
+    else:
+        position, allowed = entry, exists
+    if row_candidates is not None:
+        allowed = allowed & (tl.load(row_candidates + position, mask=allowed, other=0) != 0)
     score = tl.load(row_scores + position, mask=allowed, other=-float("inf"))
     keys = _ordered_keys(score, allowed)
 
-    threshold = _kth_best_key(keys, k, WAYS)
+    threshold = _kth_best_key(keys, k)
     above, equal = keys > threshold, (keys == threshold) & (keys > _EXCLUDED)
     # Both counts in one prefix sum, the equal ones in the upper half.
     counts = tl.cumsum(tl.where(above, 1, 0) + tl.where(equal, 1 << 16, 0), axis=0)
@@ -245,13 +270,8 @@ def select_topk_kernel(
     place = above_so_far + tl.minimum(equal_so_far, k - num_above) - 1
     # Scattered stores take another layout: 16 bits a key is what then goes through shared memory.
     place = tl.where(selected, place, -1).to(tl.int16).to(tl.int32)
-    winners = winners_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * k
     tl.store(winners + place, position, mask=place >= 0)
-
-    num_selected = tl.sum(tl.where(selected, 1, 0), axis=0)
-    for first in range(0, k, FILL):
-        empty = first + tl.arange(0, FILL)
-        tl.store(winners + empty, tl.full((FILL,), -1, tl.int32), mask=(empty >= num_selected) & (empty < k))
+    return tl.sum(tl.where(selected, 1, 0), axis=0)
 
 
 @triton.jit
@@ -333,41 +353,54 @@ def _ordered_keys(score, allowed):
 
 
 @triton.jit
-def _kth_best_key(keys, k, WAYS: tl.constexpr):
+def _value_of(key):
+    """The float that has this key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _key_of(value):
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _kth_best_key(keys, k):
     """The k-th largest of keys; the least one that is not excluded where there are fewer than k."""
-    low = tl.min(tl.where(keys > _EXCLUDED, keys, _LARGEST), axis=0)
+    allowed = keys > _EXCLUDED
+    low = tl.min(tl.where(allowed, keys, _LARGEST), axis=0)
     high = tl.max(keys, axis=0)
-    count = tl.sum(tl.where(keys > _EXCLUDED, 1, 0), axis=0)
-    # At least k keys are >= low (or all are), fewer than k are > high.
+    count = tl.sum(tl.where(allowed, 1, 0), axis=0)
+    # count >= k keys (or all there are) are >= low, above < k are > high.
+    above = 0
+    guess = low
+    if count > k:
+        values = tl.where(allowed, _value_of(keys), 0.0)
+        mean = tl.sum(values, axis=0) / count
+        variance = tl.sum(values * values, axis=0) / count - mean * mean
+        guess = _key_of(mean + tl.sqrt(tl.maximum(variance, 0.0)) * _normal_quantile(k / count))
+    rounds = 0
     while (count > k) & (low < high):
-        if WAYS == 2:
-            middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-            reached = tl.sum(tl.where(keys >= middle, 1, 0), axis=0)
-            enough = reached >= k
-            low = tl.where(enough, middle, low)
-            count = tl.where(enough, reached, count)
-            high = tl.where(enough, high, middle - 1)
-        else:
-            # Three counts at once, in 16 bits each: half the rounds, and a round is mostly a wait for all warps.
-            wide_low = low.to(tl.int64)
-            span = high.to(tl.int64) - wide_low
-            first = (wide_low + ((span + 3) >> 2)).to(tl.int32)
-            second = (wide_low + ((2 * span + 3) >> 2)).to(tl.int32)
-            third = (wide_low + ((3 * span + 3) >> 2)).to(tl.int32)
-            reached = tl.where(keys >= first, 1, 0).to(tl.int64)
-            reached += tl.where(keys >= second, 1, 0).to(tl.int64) << 16
-            reached += tl.where(keys >= third, 1, 0).to(tl.int64) << 32
-            counts = tl.sum(reached, axis=0)
-            reach_first = (counts & 0xFFFF).to(tl.int32)
-            reach_second = ((counts >> 16) & 0xFFFF).to(tl.int32)
-            reach_third = (counts >> 32).to(tl.int32)
-            high = tl.where(reach_third >= k, high, third - 1)
-            high = tl.where(reach_second >= k, high, second - 1)
-            high = tl.where(reach_first >= k, high, first - 1)
-            low = tl.where(reach_first >= k, first, low)
-            count = tl.where(reach_first >= k, reach_first, count)
-            low = tl.where(reach_second >= k, second, low)
-            count = tl.where(reach_second >= k, reach_second, count)
-            low = tl.where(reach_third >= k, third, low)
-            count = tl.where(reach_third >= k, reach_third, count)
+        # Any guess in (low, high] is right, also one that overflow or NaN has led to.
+        guess = tl.minimum(tl.maximum(guess, low + 1), high)
+        reached = tl.sum(tl.where(keys >= guess, 1, 0), axis=0)
+        enough = reached >= k
+        low = tl.where(enough, guess, low)
+        count = tl.where(enough, reached, count)
+        high = tl.where(enough, high, guess - 1)
+        above = tl.where(enough, above, reached)
+        rounds += 1
+        from_low = _value_of(low)
+        part = (count - k).to(tl.float32) / (count - above).to(tl.float32)
+        between = _key_of(from_low + (_value_of(high) - from_low) * part)
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+        guess = tl.where(rounds % 3 == 0, middle, between)
     return low
+
+
+@triton.jit
+def _normal_quantile(share):
+    """z that a normally distributed value exceeds with probability share, to 5e-4 (Abramowitz and Stegun, 26.2.23)."""
+    t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 1.0 - share)))
+    z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
+    return tl.where(share <= 0.5, z, -z)

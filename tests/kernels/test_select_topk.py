@@ -89,6 +89,27 @@ def test_selection_of_strided_inputs(device: torch.device):
     assert_equal(select_topk(scores, candidates, 8, torch.zeros_like(stop), stop), expected)
 
 
+@pytest.mark.parametrize("stop", [0, 5, 32, 33, 64, 65, 128])
+def test_a_smaller_body_serves_rows_of_which_little_is_visible(stop: int, device: torch.device):
+    torch.manual_seed(7)
+    scores = torch.randn(1, 2, 200, device=device)
+    start = torch.tensor([[0, 70]], dtype=torch.int32, device=device)
+    ends = start + stop
+    visible = positions_visible(200, start, ends)
+    expected = select_topk_body(scores.where(visible, -INFINITY), None, 8)
+    tiles = SelectTopkTiles(block=256, keys_per_thread=2)
+    assert_equal(select_topk(scores, None, 8, start, ends, tiles=tiles), expected)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_any_distribution_ends(scale: float, device: torch.device):
+    torch.manual_seed(8)
+    cauchy = torch.empty(1, 4, 600).cauchy_().mul_(scale).to(device)
+    lumps = (torch.randint(0, 3, (1, 4, 600)) * 10.0 ** torch.randint(-38, 38, (1, 4, 600))).to(device)
+    for scores in (cauchy, lumps, -lumps):
+        assert_equal(select_topk(scores, None, 100), select_topk_body(scores, None, 100))
+
+
 def test_long_rows(device: torch.device):
     torch.manual_seed(4)
     scores = torch.randn(1, 1, 40000, device=device).relu()
@@ -128,8 +149,9 @@ def test_candidate_blocks_as_a_tournament(device: torch.device):
 
 def test_what_is_not_supported_is_said():
     assert supports(512, 1 << 20)
-    assert supports(8192, 8192)
-    with pytest.raises(NotImplementedError, match="k is 5000"):
-        supports(5000, 1 << 20)
+    assert supports(16384, 1 << 20)
+    assert supports(32768, 32768)
+    with pytest.raises(NotImplementedError, match="k is 16385"):
+        supports(16385, 1 << 20)
     with pytest.raises(NotImplementedError, match="group_starts"):
         supports(5, 100, group_starts=torch.zeros(1, 100, dtype=torch.int32))
