@@ -11,8 +11,10 @@ from csa2_compiled.distillation import DistillationLosses, distillation_loss, en
 from csa2_compiled.generation import generate, prefill, sample
 from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.model_files import load_model, save_model
+from csa2_compiled.model_files import load_demo_model, load_model, save_model
+from csa2_compiled.quality import QualityReport, evaluate
 from csa2_compiled.state import CSA2Output, CSA2State, Publication
+from csa2_compiled.state_files import SavedState, load_state, save_state
 from csa2_compiled.tokens import CSA2InputError
 from csa2_compiled.train import TrainConfig, Trainer
 
@@ -32,18 +34,24 @@ __all__ = [
     "DistillationLosses",
     "LayerRole",
     "Publication",
+    "QualityReport",
+    "SavedState",
     "TrainConfig",
     "Trainer",
     "checkpoint_block",
     "compile_model",
     "distillation_loss",
     "enable_distillation",
+    "evaluate",
     "generate",
     "load_attention",
+    "load_demo_model",
     "load_model",
+    "load_state",
     "prefill",
     "sample",
     "save_attention",
     "save_model",
+    "save_state",
     "selective_contexts",
 ]

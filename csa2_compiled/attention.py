@@ -144,8 +144,7 @@ class CSA2Attention(nn.Module):
             _make_sizes_static(x, state)
         rotations = self.rotary(tokens.positions)
         q_latent = self.q_norm(self.wq_a(x))
-        q = self.wq_b(q_latent).unflatten(-1, (self.cfg.num_attention_heads, self.cfg.head_dim))
-        q = ops.apply_rope(q, rotations, False)
+        q = self.queries(q_latent, rotations)
         window_kv = self.window_kv(x, rotations)
         state = self._publish(x, q_latent, rotations, state, tokens, cache, record)
         read = state.of_ratio(self.ratio)
@@ -240,6 +239,11 @@ class CSA2Attention(nn.Module):
                 )
             check_cache(cache, self.cfg, x, x.dtype, document_ids)
             cache.check_step(x.shape[1], attention_mask, self.layer_idx)
+
+    def queries(self, q_latent: Tensor, rotations: Tensor) -> Tensor:
+        """The queries of all heads, after RoPE: latents [B, S, q_lora_rank] -> [B, S, H, D]."""
+        q = self.wq_b(q_latent).unflatten(-1, (self.cfg.num_attention_heads, self.cfg.head_dim))
+        return ops.apply_rope(q, rotations, False)
 
     def window_kv(self, x: Tensor, rotations: Tensor) -> Tensor:
         """The window key (and value) of each token, after RoPE and fp8: x [B, S, hidden] -> [B, S, D]."""

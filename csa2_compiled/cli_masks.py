@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +13,15 @@ import typer
 from csa2_compiled import run_report
 from csa2_compiled.cli_shared import ConfigOption, NotWorkingError, errors, make_console
 from csa2_compiled.config import CSA2Config
-from csa2_compiled.mask_report import LayerInputs, read_inputs, report_inputs, report_text
+from csa2_compiled.generate_report import read_model
+from csa2_compiled.mask_report import read_inputs, report_inputs, report_text
 from csa2_compiled.masks import visualize
 from csa2_compiled.masks.view_data import MaskReport
-from csa2_compiled.run_report import BadArgumentError, Origin, Text
+from csa2_compiled.run_report import BadArgumentError, Origin
+from csa2_compiled.state_report import check_whole, read_state, report_state, shown_layers
 
 _DPI = 150
+_SEQ_LEN = 512
 
 
 def masks(
@@ -31,7 +35,18 @@ def masks(
             metavar="SAFETENSORS",
         ),
     ] = None,
-    row: Annotated[int, typer.Option(help="Row of the batch in --inputs.", metavar="N")] = 0,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of a run: a state that save_state wrote. --text, if given, is what its tokens are.",
+            metavar="SAFETENSORS",
+        ),
+    ] = None,
+    row: Annotated[int, typer.Option(help="Row of the batch in --inputs or --state.", metavar="N")] = 0,
+    model_path: Annotated[
+        Path | None,
+        typer.Option("--model", help="Directory of a whole model, as csa2 train makes it.", metavar="DIR"),
+    ] = None,
     config: ConfigOption = None,
     weights: Annotated[
         Path | None,
@@ -39,8 +54,10 @@ def masks(
             help="Attention weights in the released layout; without it all are random.", metavar="SAFETENSORS"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.", metavar="N")] = 0,
-    seq_len: Annotated[int, typer.Option(help="Bytes of the text to read, at most.", metavar="N")] = 512,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random weights.", metavar="N", show_default="0")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Bytes of the text to read, at most.", metavar="N", show_default="512")
+    ] = None,
     layers: Annotated[str, typer.Option(help='Layers to show: "all", or as 2,5-8.', metavar="LAYERS")] = "all",
     queries: Annotated[
         str, typer.Option(help='Queries to show: "all", one as 300, or a range as 256:512.', metavar="QUERIES")
@@ -60,8 +77,9 @@ def masks(
 ) -> None:
     """Show what a query looks at, and why: window, candidates, selection and how attention is split among them.
 
-    Runs the text, eagerly, through a model (random weights unless --weights is given), or each layer of --inputs on
-    its own input. Exit code 2 for a bad argument, 1 where pictures need matplotlib and it is missing.
+    Runs the text, eagerly, through a model (that of --model, or one of random weights, its attention from --weights),
+    or each layer of --inputs on its own input; or shows what a saved state tells, which is all but the attention and
+    the index scores. Exit code 2 for a bad argument, 1 where pictures need matplotlib and it is missing.
     """
     with errors("masks"):
         for argument, path in (("--png", png), ("--html", html), ("--json", json_path)):
@@ -69,7 +87,7 @@ def masks(
                 _check_output(argument, path)
         if png is not None:
             _check_matplotlib()
-        report = _collect(text, inputs, row, config, weights, seed, seq_len, layers, queries, head)
+        report = _collect(text, inputs, state, row, model_path, config, weights, seed, seq_len, layers, queries, head)
         if png is not None:
             _write_png(png, report, head)
         if html is not None:
@@ -82,10 +100,14 @@ def masks(
             typer.echo(shown.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding))
 
 
-def parse_layers(layers: str, count: int) -> tuple[int, ...]:
-    """Layer numbers of "all" or of numbers and ranges with commas between, ascending. Raises BadArgumentError."""
+def parse_layers(layers: str, count: int, shown: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layer numbers of "all" or of numbers and ranges with commas between, ascending.
+
+    count: layers of the model. shown: those that there is something to show of, None for all. Raises BadArgumentError.
+    """
+    shown = range(count) if shown is None else shown
     if layers == "all":
-        return tuple(range(count))
+        return tuple(shown)
     chosen: set[int] = set()
     for part in layers.split(","):
         match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
@@ -96,6 +118,11 @@ def parse_layers(layers: str, count: int) -> tuple[int, ...]:
         if not first <= last < count:
             raise BadArgumentError("--layers", f"{part.strip()} is not within 0 to {count - 1}, the model's layers")
         chosen.update(range(first, last + 1))
+    for layer in sorted(chosen):
+        if layer not in shown:
+            allowed = ", ".join(map(str, shown))
+            problem = f"layer {layer} comes after the state, or a later layer replaced its selection"
+            raise BadArgumentError("--layers", f"{problem}; the state shows {allowed}")
     return tuple(sorted(chosen))
 
 
@@ -116,38 +143,70 @@ def parse_queries(queries: str, count: int) -> range:
 def _collect(
     text: Path | None,
     inputs: Path | None,
+    state: Path | None,
     row: int,
+    model_path: Path | None,
     config: Path | None,
     weights: Path | None,
-    seed: int,
-    seq_len: int,
+    seed: int | None,
+    seq_len: int | None,
     layers: str,
     queries: str,
     head: int | None,
 ) -> MaskReport:
     """The report, every argument checked before a layer runs."""
-    if (text is None) == (inputs is None):
-        raise BadArgumentError("--text", "one of --text and --inputs is needed, and not both")
-    source: Text | LayerInputs
+    of_model = {"--config": config, "--weights": weights, "--seed": seed}
+    of_text = {"--model": model_path, **of_model, "--seq-len": seq_len}
+    if state is not None:
+        _refuse("--state, which is shown as it is", {"--inputs": inputs, **of_text, "--head": head})
+        return _show_state(state, text, row, layers, queries)
     if inputs is not None:
-        for argument, path in (("--config", config), ("--weights", weights)):
-            if path is not None:
-                raise BadArgumentError(argument, "it does not go with --inputs, whose file has its own")
+        _refuse("--inputs, whose file has its own", {"--text": text, **of_text})
         source = read_inputs(inputs)
-        cfg, tokens, rows = source.cfg, source.inputs[0].shape[1], source.inputs[0].shape[0]
-    else:
-        assert text is not None
-        source = run_report.read_text(text, seq_len)
-        cfg, tokens, rows = run_report.read_config(config, len(source.data)), len(source.data), 1
-    if not 0 <= row < rows:
-        raise BadArgumentError("--row", f"{row} is not within 0 to {rows - 1}")
-    chosen, span = parse_layers(layers, cfg.num_hidden_layers), parse_queries(queries, tokens)
-    _check_head(head, cfg)
-    if isinstance(source, LayerInputs):
+        num_rows, num_tokens = source.inputs[0].shape[:2]
+        _check_row(row, num_rows)
+        chosen, span = parse_layers(layers, source.cfg.num_hidden_layers), parse_queries(queries, num_tokens)
+        _check_head(head, source.cfg)
         return report_inputs(source, chosen, span, row)
-    model = run_report.make_model(cfg, seed, "cpu", weights)
+    if text is None:
+        raise BadArgumentError("--text", "one of --text, --inputs and --state is needed")
+    if model_path is not None:
+        _refuse("--model, which has a config and all weights", of_model)
+    excerpt = run_report.read_text(text, _SEQ_LEN if seq_len is None else seq_len)
+    num_tokens = len(excerpt.data)
+    model = None if model_path is None else read_model(model_path, num_tokens, "cpu", "--seq-len")
+    cfg = run_report.read_config(config, num_tokens) if model is None else model.cfg
+    _check_row(row, 1)
+    chosen, span = parse_layers(layers, cfg.num_hidden_layers), parse_queries(queries, num_tokens)
+    _check_head(head, cfg)
+    if model is not None:
+        return report_text(model, excerpt, str(model_path), chosen, span)
+    seed = 0 if seed is None else seed
     origin = Origin(None if config is None else str(config), None if weights is None else str(weights), seed)
-    return report_text(model, source, origin, chosen, span)
+    return report_text(run_report.make_model(cfg, seed, "cpu", weights), excerpt, origin, chosen, span)
+
+
+def _show_state(state: Path, text: Path | None, row: int, layers: str, queries: str) -> MaskReport:
+    saved = read_state(state)
+    num_rows, num_tokens = saved.state.publications[0].topk_indices.shape[:2]
+    _check_row(row, num_rows)
+    check_whole(saved, row)
+    excerpt = None if text is None else run_report.read_text(text, num_tokens)
+    if excerpt is not None and len(excerpt.data) < num_tokens:
+        raise BadArgumentError("--text", f"{text} has {len(excerpt.data)} bytes; the state is of {num_tokens} tokens")
+    chosen = parse_layers(layers, saved.cfg.num_hidden_layers, shown_layers(saved))
+    return report_state(saved, state.name, excerpt, chosen, parse_queries(queries, num_tokens), row)
+
+
+def _refuse(beside: str, options: dict[str, Path | int | None]) -> None:
+    for argument, value in options.items():
+        if value is not None:
+            raise BadArgumentError(argument, f"it does not go with {beside}")
+
+
+def _check_row(row: int, num_rows: int) -> None:
+    if not 0 <= row < num_rows:
+        raise BadArgumentError("--row", f"{row} is not within 0 to {num_rows - 1}")
 
 
 def _check_head(head: int | None, cfg: CSA2Config) -> None:
@@ -181,8 +240,9 @@ def _check_matplotlib() -> None:
 def _write_png(path: Path, report: MaskReport, head: int | None) -> None:
     names = ["map"]
     if path.is_dir():
-        selects = any(view.scores is not None for view in report.layers)
-        names = [name for name in visualize.FIGURES if name != "scores" or selects]
+        known = {"mass": all(view.mass is not None for view in report.layers)}
+        known["scores"] = any(view.scores is not None for view in report.layers)
+        names = [name for name in visualize.FIGURES if known.get(name, True)]
     for name in names:
         target = path / f"{name}.png" if path.is_dir() else path
         try:

@@ -81,21 +81,30 @@ def read_inputs(path: Path) -> LayerInputs:
 
 @torch.no_grad()
 def report_text(
-    model: CSA2ForCausalLM, text: Text, origin: Origin, layers: Sequence[int], queries: range
+    model: CSA2ForCausalLM, text: Text, origin: Origin | str, layers: Sequence[int], queries: range
 ) -> MaskReport:
-    """Run a text through a model, eagerly, and record the chosen layers and queries."""
+    """Run a text through a model, eagerly, and record the chosen layers and queries.
+
+    origin: what made the model; as str, where all of it comes from.
+    """
     device = model.head.weight.device
     recorder = _Recorder(layers, queries)
     model(torch.tensor([list(text.data)], device=device), run_block=recorder.run_block)
+    about = {"model": as_text(origin)} if isinstance(origin, str) else _random_origin(origin)
+    title = as_text(f"{text.name}, {'the first' if text.truncated else 'all'} {len(text.data)} bytes")
+    return MaskReport(title, about, byte_labels(text.data), queries.start, len(queries), tuple(recorder.views))
+
+
+def _random_origin(origin: Origin) -> dict[str, str]:
     weights = f"random (seed {origin.seed})"
     if origin.weights is not None:
         weights = f"attention from {origin.weights}, the rest random (seed {origin.seed})"
-    about = {"config": origin.config or "tiny", "weights": weights}
-    title = f"{text.name}, {'the first' if text.truncated else 'all'} {len(text.data)} bytes"
-    # A file's name may hold bytes that are no text.
-    title, *values = (part.encode(errors="backslashreplace").decode() for part in (title, *about.values()))
-    about = dict(zip(about, values, strict=True))
-    return MaskReport(title, about, byte_labels(text.data), queries.start, len(queries), tuple(recorder.views))
+    return {"config": as_text(origin.config or "tiny"), "weights": as_text(weights)}
+
+
+def as_text(name: str) -> str:
+    """A file's name may hold bytes that are no text."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 @torch.no_grad()
@@ -111,8 +120,8 @@ def report_inputs(source: LayerInputs, layers: Sequence[int], queries: range, ro
         except CheckpointError as error:
             raise BadArgumentError("--inputs", error) from error
         state = recorder.run(attn, x[row : row + 1], state, lay_out_tokens(num_tokens, x.device)).state
-    about = {"inputs and weights": source.path.name, "row": str(row)}
-    title = f"{source.path.stem}, {num_tokens} tokens"
+    about = {"inputs and weights": as_text(source.path.name), "row": str(row)}
+    title = as_text(f"{source.path.stem}, {num_tokens} tokens")
     labels = tuple(map(str, range(num_tokens)))
     return MaskReport(title, about, labels, queries.start, len(queries), tuple(recorder.views), bytes_text=False)
 
@@ -188,9 +197,7 @@ class _Recorder:
             mass=self._mass(attn, x, recent, read, tokens),
             scores=scores,
             lineage=lineage,
-            blocks=block_occupancy(
-                recent, None if read is None else read.topk_indices[:1], x.shape[1], attn, tokens.starts
-            ),
+            blocks=block_occupancy(recent, None if read is None else read.topk_indices[:1], attn.cfg, attn.ratio),
         )
 
     def _mass(self, attn: CSA2Attention, x: Tensor, recent: Tensor, read: Publication | None, tokens: Tokens) -> Tensor:
@@ -199,8 +206,7 @@ class _Recorder:
         keys = attn.window_kv(x, rotations)
         parts = []
         for chunk in self._chunks():
-            q = attn.wq_b(attn.q_norm(attn.wq_a(x[:, chunk])))
-            q = ops.apply_rope(q.unflatten(-1, (-1, attn.cfg.head_dim)), rotations[:, chunk], False)
+            q = attn.queries(attn.q_norm(attn.wq_a(x[:, chunk])), rotations[:, chunk])
             sources = [(keys, recent[:, chunk])]
             if read is not None:
                 sources.append((read_rows(read.compressed_kv), read.topk_indices[:, chunk]))
@@ -294,15 +300,16 @@ def score_histogram(scores: Tensor, allowed: Tensor, selected: Tensor, bins: int
 
 
 def block_occupancy(
-    recent: Tensor, topk_indices: Tensor | None, num_tokens: int, attn: CSA2Attention, starts: Tensor | None = None
+    recent: Tensor, topk_indices: Tensor | None, cfg: CSA2Config, ratio: int
 ) -> tuple[BlockOccupancy, BlockOccupancy]:
     """The blocks that FlexAttention visits in the dense and in the slots layout, whole sequence, one row.
 
-    recent: int32 [1, S, W] from `masks.window_indices`; topk_indices: int32 [1, S, K] or None.
+    recent: int32 [1, S, W] from `masks.window_indices`; topk_indices: int32 [1, S, K], or None where ratio is 0.
     """
-    num_compressed = num_tokens // attn.ratio if attn.ratio else 0
+    num_tokens = recent.shape[1]
+    num_compressed = num_tokens // ratio if ratio else 0
     visible = visible_keys(recent, topk_indices)
-    mask = dense_block_mask(visible, topk_indices, num_compressed, attn.cfg.sliding_window, starts)
+    mask = dense_block_mask(visible, topk_indices, num_compressed, cfg.sliding_window, starts=None)
     sink_key = num_tokens + num_compressed
     seen = torch.cat([visible, torch.full_like(visible[..., :1], sink_key)], dim=-1)
     pairs = block_pair_counts(seen, sink_key + 1, KEY_BLOCK, KEY_BLOCK)[0]
@@ -313,13 +320,13 @@ def block_occupancy(
         query_block=KEY_BLOCK,
         key_block=KEY_BLOCK,
         kinds=_kinds(mask, pairs == area),
-        causal=_causal_blocks(num_tokens, num_compressed, attn.ratio),
+        causal=_causal_blocks(num_tokens, num_compressed, ratio),
         sections=(("tokens", 0), *first_compressed, ("sink", sink_key)),
     )
     slots = with_sink_slot(visible if topk_indices is None else torch.cat([recent, topk_indices], dim=-1))
     filled = (slots >= 0)[0].index_fill(-1, torch.zeros(1, dtype=torch.int64, device=slots.device), True)
     in_block = slot_block_counts(filled, SLOT_KEY_BLOCK)[:, 0]
-    heads = attn.cfg.num_attention_heads
+    heads = cfg.num_attention_heads
     kinds = _kinds(slot_block_mask(slots, heads), in_block == _block_sizes(slots.shape[2], SLOT_KEY_BLOCK, in_block))
     first_selected = () if topk_indices is None else (("selected", 1 + recent.shape[2]),)
     sections = (("sink", 0), ("window", 1), *first_selected)

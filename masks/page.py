@@ -40,10 +40,11 @@ def page_data(report: MaskReport, head: int | None = None) -> dict[str, Any]:
                     "selected": pack_sets([[(t, t + 1) for t in row if t >= 0] for row in view.selected.tolist()]),
                     "allowed": pack_sets([runs(row) for row in view.allowed]),
                 }
-        layers.append(_layer_data(view, name, _heads_kept(view.mass.shape[0], head)))
+        layers.append(_layer_data(view, name, head))
     return {
         "title": report.title,
         "origin": report.origin,
+        "absent": report.absent or None,
         "tokens": list(report.tokens),
         "bytesText": report.bytes_text,
         "firstQuery": report.first_query,
@@ -86,9 +87,9 @@ def _heads_kept(heads: int, head: int | None) -> list[int]:
     return kept if head is None or head in kept else [*kept[:-1], head]
 
 
-def _layer_data(view: LayerView, selection: str | None, heads: list[int]) -> dict[str, Any]:
+def _layer_data(view: LayerView, selection: str | None, head: int | None) -> dict[str, Any]:
+    heads = [] if view.mass is None else _heads_kept(view.mass.shape[0], head)
     window = view.window.amax(-1) - torch.where(view.window >= 0, view.window, view.window.amax(-1, True)).amin(-1) + 1
-    mass = torch.stack([view.head_mass(None), *(view.mass[head] for head in heads)])
     return {
         "layer": view.layer,
         "name": view.name,
@@ -100,11 +101,16 @@ def _layer_data(view: LayerView, selection: str | None, heads: list[int]) -> dic
         "visible": None if view.visible is None else _base64(view.visible.to(torch.int32)),
         "positions": 0 if view.allowed is None else view.allowed.shape[1],
         "heads": heads,
-        # [1 + heads, Q, 2]: sink and window of the mean, then of each head; the selection has the rest.
-        "mass": _base64((mass[..., [SINK, WINDOW]] * _MASS_SCALE).round().to(torch.uint16)),
+        "mass": None if view.mass is None else _mass_data(view.mass, heads),
         "scores": None if view.scores is None else _score_data(view.scores),
         "blocks": [block_dict(blocks) for blocks in view.blocks],
     }
+
+
+def _mass_data(mass: Tensor, heads: list[int]) -> str:
+    """uint16 [1 + heads, Q, 2]: sink and window of the mean, then of each head; the selection has the rest."""
+    kept = torch.cat([mass.mean(0, keepdim=True), mass[heads]])
+    return _base64((kept[..., [SINK, WINDOW]] * _MASS_SCALE).round().to(torch.uint16))
 
 
 def _score_data(scores: ScoreHistogram) -> dict[str, Any]:

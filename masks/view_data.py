@@ -92,7 +92,8 @@ class LayerView:
     ratio: tokens a compressed position stands for, 0 in a window layer, where selected, allowed and visible are None.
     window: int32 [Q, W], token indices, newest first, -1 where empty. selected: int32 [Q, K], compressed positions,
     ascending, -1 behind them. allowed: bool [Q, T], the positions the selection was made among. visible: int32 [Q],
-    how many positions each query could see. mass: float32 [H, Q, 3], the attention on sink, window and selection.
+    how many positions each query could see. mass: float32 [H, Q, 3], the attention on sink, window and selection, None
+    where it is not known.
     """
 
     layer: int
@@ -102,7 +103,7 @@ class LayerView:
     selected: Tensor | None
     allowed: Tensor | None
     visible: Tensor | None
-    mass: Tensor
+    mass: Tensor | None
     scores: ScoreHistogram | None
     lineage: Lineage
     blocks: tuple[BlockOccupancy, ...]
@@ -112,8 +113,10 @@ class LayerView:
         """As "layer 5: full, ratio 1"."""
         return f"layer {self.layer}: {self.role}" + (f", ratio {self.ratio}" if self.ratio else "")
 
-    def head_mass(self, head: int | None) -> Tensor:
-        """float32 [Q, 3] of one head, or the mean over all of them."""
+    def head_mass(self, head: int | None) -> Tensor | None:
+        """float32 [Q, 3] of one head, or the mean over all of them; None where it is not known."""
+        if self.mass is None:
+            return None
         return self.mass.mean(0) if head is None else self.mass[head]
 
 
@@ -122,6 +125,7 @@ class MaskReport:
     """The views of one text. tokens: what each token shows as. The recorded queries begin at first_query.
 
     origin: what made it, as label and value, for titles and files. bytes_text: tokens are the bytes of a text.
+    absent: a sentence on what is not shown and why, empty where all is.
     """
 
     title: str
@@ -131,6 +135,7 @@ class MaskReport:
     num_queries: int
     layers: tuple[LayerView, ...]
     bytes_text: bool = True
+    absent: str = ""
 
     @property
     def queries(self) -> range:
@@ -185,6 +190,7 @@ def to_dict(report: MaskReport) -> dict[str, Any]:
         "version": JSON_VERSION,
         "title": report.title,
         "origin": report.origin,
+        "absent": report.absent or None,
         "tokens": list(report.tokens),
         "first_query": report.first_query,
         "num_queries": report.num_queries,
@@ -229,9 +235,13 @@ def _query_dict(report: MaskReport, view: LayerView, row: int) -> dict[str, Any]
         "window": [window[0], window[-1] + 1],
         "selected": [] if view.selected is None else filled(view.selected[row]),
         "candidates": [] if view.allowed is None else [list(run) for run in runs(view.allowed[row])],
-        "mass": {"mean": _rounded(view.head_mass(None)[row]), "heads": [_rounded(head[row]) for head in view.mass]},
+        "mass": None if view.mass is None else _mass_dict(view.mass[:, row]),
         "scores": None if view.scores is None else _score_dict(view.scores, row),
     }
+
+
+def _mass_dict(mass: Tensor) -> dict[str, Any]:
+    return {"mean": _rounded(mass.mean(0)), "heads": [_rounded(head) for head in mass]}
 
 
 def _score_dict(scores: ScoreHistogram, row: int) -> dict[str, Any] | None:

@@ -60,8 +60,8 @@ NOT_VISIBLE, NO_CANDIDATE, CANDIDATE, IN_WINDOW, IS_SELECTED, IN_BOTH = range(6)
 # After Okabe and Ito: apart for every kind of colour vision.
 CATEGORIES = {
     NOT_VISIBLE: ("not visible", "#ffffff"),
-    NO_CANDIDATE: ("visible, no candidate", "#d4d4d4"),
-    CANDIDATE: ("candidate", "#a9d8f5"),
+    NO_CANDIDATE: ("visible, no candidate", "#c0c0c0"),
+    CANDIDATE: ("candidate", "#9fd6f7"),
     IN_WINDOW: ("window", "#0072b2"),
     IS_SELECTED: ("selected", "#e69f00"),
     IN_BOTH: ("window and selected", "#000000"),
@@ -104,13 +104,11 @@ def render_ascii(report: MaskReport, query: int, width: int = 100, head: int | N
     """What one query looks at, for a terminal: its layers' lineage and attention, then the text, each line with a
     line of marks below it. query: one of the recorded. width: columns, at least 20. head: None is the mean of all."""
     row = _row_of(report, query)
-    lines = [f"{report.title}: query {query} {_quoted(report.tokens[query])}", ""]
+    lines = [f"{report.title}: query {query} {_quoted(report.tokens[query])}"]
+    lines += [*textwrap.wrap(report.absent, max(width, 20)), ""]
     for view in report.layers:
-        sink, window, selected = (100 * share for share in view.head_mass(head)[row].tolist())
         lines.append(f"{view.name}: {_lineage_words(view)}")
-        lines.append(
-            f"  attention ({_head_words(head)}): sink {sink:.1f} %, window {window:.1f} %, selected {selected:.1f} %"
-        )
+        lines += [f"  {words}" for words in _mass_words(view, row, head)]
         lines += [f"  {_block_words(blocks)}" for blocks in view.blocks]
         if view.selected is not None:
             # A position and its text stay on one line.
@@ -173,8 +171,7 @@ def draw_lineage(report: MaskReport, query: int | None = None, head: int | None 
     axes.set(xlim=(-0.4, 9.2), ylim=(rows - 0.5, -0.5))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    title = _drawable(f"{report.title}: where selections come from")
-    axes.set_title(title, fontsize=11, loc="left", parse_math=False)
+    _title(figure, report, f"{report.title}: where selections come from")
     return figure
 
 
@@ -213,16 +210,19 @@ def draw_blocks(report: MaskReport, query: int | None = None, head: int | None =
 def draw_mass(report: MaskReport, query: int | None = None, head: int | None = None) -> "Figure":
     """A panel a layer: how each query's attention is split into sink, window and selection; one head or the mean."""
     import_matplotlib()
+    if any(view.mass is None for view in report.layers):
+        raise VisualizationError(f"there is no attention mass to draw. {report.absent}")
     figure, panels = _panels(report, len(report.layers), height=2.1)
     places = list(report.queries) if report.num_queries > 1 else [report.first_query, report.first_query + 1]
     for view, axes in zip(report.layers, panels, strict=True):
         mass = view.head_mass(head)
+        assert mass is not None
         mass = mass if report.num_queries > 1 else mass.expand(2, -1)
         axes.stackplot(places, *mass.T.numpy(), colors=list(MASS_COLOURS.values()), linewidth=0)
         axes.set(xlim=(places[0], places[-1]), ylim=(0, 1))
         _tick_whole_numbers(axes.xaxis)
         axes.set_title(view.name, fontsize=10)
-    _label_outer(panels, "query", _head_words(head))
+    _label_outer(panels, "query", f"attention, {_head_words(head)}")
     _legend(figure, list(MASS_COLOURS.items()))
     return figure
 
@@ -237,7 +237,8 @@ def draw_scores(report: MaskReport, query: int | None = None, head: int | None =
     row = _row_of(report, query)
     views = [view for view in report.layers if view.scores is not None]
     if not views:
-        raise VisualizationError("no recorded layer makes a selection, so there are no index scores to draw")
+        reason = report.absent or "No recorded layer makes a selection."
+        raise VisualizationError(f"there are no index scores to draw. {reason}")
     figure, panels = _panels(report, len(views), height=2.4, title=f"{report.title}, query {query}")
     for view, axes in zip(views, panels, strict=True):
         scores = view.scores
@@ -294,9 +295,7 @@ def draw_text(report: MaskReport, query: int | None = None, head: int | None = N
     )
     axes.add_patch(plotting.patches.Rectangle((len(lines[-1]) - 1, len(lines) - 1), 1, 1, fill=False, ec="red", lw=2))
     axes.set_axis_off()
-    sink, window, selected = (100 * share for share in view.head_mass(head)[row].tolist())
-    split = f"attention ({_head_words(head)}): sink {sink:.0f} %, window {window:.0f} %"
-    axes.set_title(f"{view.name}, query {query} (red): {split}, selected {selected:.0f} %", fontsize=10, loc="left")
+    _title(figure, report, "\n".join([f"{view.name}, query {query} (red)", *_mass_words(view, row, head)]))
     _legend(figure, list(CATEGORIES.values())[1:])
     return figure
 
@@ -343,8 +342,16 @@ def _panels(
     grid = figure.subplots(down, across, squeeze=False).flatten().tolist()
     for axes in grid[count:]:
         axes.remove()
-    figure.suptitle(_drawable(title or report.title), fontsize=11, parse_math=False)
+    _title(figure, report, title or report.title)
     return figure, grid[:count]
+
+
+def _title(figure: "Figure", report: MaskReport, title: str) -> None:
+    """A title, as many lines as the figure's width needs, and below it what is not shown and why."""
+    width, height = figure.get_size_inches()
+    lines = [line for part in (*title.split("\n"), report.absent) for line in textwrap.wrap(part, int(12 * width))]
+    figure.set_size_inches(width, height + 0.17 * (len(lines) - 1))
+    figure.suptitle("\n".join(map(_drawable, lines)), fontsize=10, parse_math=False)
 
 
 def _tick_whole_numbers(*scales: "Axis") -> None:
@@ -404,6 +411,16 @@ def _row_of(report: MaskReport, query: int) -> int:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("\n", "\\n").replace("\t", "\\t") + "'"
+
+
+def _mass_words(view: LayerView, row: int, head: int | None) -> list[str]:
+    """How the attention of one recorded query is split, in one line; none where it is not known."""
+    mass = view.head_mass(head)
+    if mass is None:
+        return []
+    sink, window, selected = (100 * share for share in mass[row].tolist())
+    shares = f"sink {sink:.1f} %, window {window:.1f} %, selected {selected:.1f} %"
+    return [f"attention ({_head_words(head)}): {shares}"]
 
 
 def _head_words(head: int | None) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import builtins
+import itertools
 import json
 import os
 import shutil
@@ -90,6 +91,13 @@ def make_report(text=b"Look: <b>\n</script> \xc3\xa9 and \t\x1b\xff back", queri
     return MaskReport("a <text>", {"weights": "made up"}, byte_labels(text), queries.start, len(queries), views)
 
 
+def make_report_of_a_state(**options):
+    """The same without attention and scores."""
+    report = make_report(**options)
+    views = tuple(replace(view, mass=None, scores=None) for view in report.layers)
+    return replace(report, layers=views, absent="Not shown: attention mass and index scores, because of <reasons>.")
+
+
 def test_labels_keep_a_label_a_byte():
     text = b"a\n\xc3\xa9\xe2\x82\xac\xff\x1b\t\xf0\x9f\x98\x80\xc3"
     labels = byte_labels(text)
@@ -135,6 +143,60 @@ def test_figures_render_without_warnings(name, queries, head, tmp_path):
     assert figure.legends or name == "lineage"
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_say_what_is_absent_and_why(name, tmp_path):
+    report = make_report_of_a_state()
+    if name in ("mass", "scores"):
+        with pytest.raises(VisualizationError, match=r"to draw. Not shown: .* because of <reasons>"):
+            FIGURES[name](report)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = FIGURES[name](report)
+        figure.savefig(tmp_path / "figure.png", dpi=60)
+    assert "because of <reasons>." in " ".join(figure.get_suptitle().split())
+    assert "attention (" not in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_titles_stay_within_the_figure(name):
+    report = replace(make_report(), title="a long name of a file " * 12)
+    figure = FIGURES[name](report)
+    figure.canvas.draw()
+    box, (width, height) = figure._suptitle.get_window_extent(), figure.get_size_inches() * figure.dpi
+    assert 0 <= box.x0 < box.x1 <= width
+    assert 0 <= box.y0 < box.y1 <= height
+
+
+# What dichromats see of linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
+DICHROMACY = {
+    "none": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+def seen_in_lab(colour, kind):
+    """A colour "#rrggbb" as CIE L*a*b* (D65), seen with that kind of colour vision."""
+    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.array(DICHROMACY[kind]) @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ linear / (to_xyz @ np.ones(3))
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("kind", DICHROMACY)
+def test_colours_are_apart_for_every_kind_of_colour_vision(kind):
+    legends = ([colour for _, colour in visualize.CATEGORIES.values()], visualize.MASS_COLOURS, visualize.BLOCK_KINDS)
+    for legend in legends:
+        colours = legend if isinstance(legend, list) else legend.values()
+        for one, other in itertools.combinations([seen_in_lab(colour, kind) for colour in colours], 2):
+            assert np.linalg.norm(one - other) > 20  # about 2 is just noticeable
+
+
 def test_large_maps_keep_every_selected_cell():
     cells = torch.zeros(1500, 1030, dtype=torch.int8)
     cells[1499, 1029] = cells[7, 0] = IS_SELECTED
@@ -176,6 +238,21 @@ def test_ascii_marks_what_the_query_sees():
         assert shown[line + 1] == expected
     assert all(len(line) <= 40 for line in shown if line.startswith("    "))
     assert "\x1b" not in render_ascii(make_report(), 30)
+
+
+def test_text_and_data_say_what_is_absent_and_why():
+    report = make_report_of_a_state()
+    shown = render_ascii(report, 25, width=200).splitlines()
+    assert shown[1] == report.absent
+    assert not any("attention (" in line for line in shown)
+    values = json.loads(json.dumps(to_dict(report), allow_nan=False))
+    assert values["absent"] == report.absent
+    for layer in values["layers"]:
+        assert all(query["mass"] is query["scores"] is None for query in layer["queries"])
+    data = page_data(report)
+    assert data["absent"] == report.absent
+    assert all((layer["mass"], layer["scores"], layer["heads"]) == (None, None, []) for layer in data["layers"])
+    assert to_dict(make_report())["absent"] is page_data(make_report())["absent"] is None
 
 
 class Page(HTMLParser):
@@ -335,6 +412,32 @@ def test_hover_lights_up_exactly_the_indices_of_the_json(tmp_path):
     layers = to_dict(report)["layers"]
     for (layer, query), lit in zip(wanted, seen, strict=True):
         assert lit == expected_classes(report, layers[layer], query), (layer, query)
+
+
+@needs_chromium
+def test_a_page_without_attention_says_so_and_lights_up_the_same(tmp_path):
+    report = make_report_of_a_state()
+    script = (
+        CLASSES_OF
+        + """
+    const read = (id) => document.getElementById(id).textContent;
+    result.hidden = ["of-head", "mass", "mass-text", "heads"].filter(
+      (id) => document.getElementById(id).getClientRects().length === 0);
+    result.absent = read("absent");
+    result.layers = [1, 2, 0].map((layer) => {
+      csa2.setLayer(layer);
+      csa2.setQuery(25);
+      return [read("score-text"), lit()];
+    });
+    """
+    )
+    result = run_in_chromium(make_page(report), script, tmp_path)
+    assert result["hidden"] == ["of-head", "mass", "mass-text", "heads"]
+    assert result["absent"] == report.absent
+    layers = to_dict(report)["layers"]
+    for layer, (words, lit) in zip((1, 2, 0), result["layers"], strict=True):
+        assert words.startswith("Absent" if layer else "A window layer")
+        assert lit == expected_classes(report, layers[layer], 25)
 
 
 @needs_chromium

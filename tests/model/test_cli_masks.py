@@ -5,10 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from golden_files import GOLDEN
 from typer.testing import CliRunner
 
-from csa2_compiled import CSA2Config, cli_masks, run_report
+from csa2_compiled import CSA2Attention, CSA2Config, cli_masks, run_report, save_model, save_state
 from csa2_compiled.checkpoint import save_attention
 from csa2_compiled.cli import app
 from csa2_compiled.cli_masks import parse_layers, parse_queries
@@ -21,11 +22,29 @@ NUM_BYTES = len(TEXT.encode())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A text, the tiny config and attention weights of seed 1."""
+    """A text, the tiny config, attention weights and a model of seed 1, and states of two rows, the text the second."""
     folder = tmp_path_factory.mktemp("masks")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     CSA2Config.tiny().to_json(folder / "config.json")
-    save_attention(run_report.make_model(CSA2Config.tiny(), 1, "cpu"), folder / "weights.safetensors")
+    model = run_report.make_model(CSA2Config.tiny(), 1, "cpu")
+    save_attention(model, folder / "weights.safetensors")
+    save_model(model, folder / "model")
+
+    def run_block(block, *inputs):
+        output = block(*inputs)
+        layer = block.attn.layer_idx
+        save_state(output.state, folder / f"state{layer}", model.cfg, layer)
+        return output
+
+    with torch.no_grad():
+        model(torch.tensor([[32] * NUM_BYTES, list(TEXT.encode())]), run_block=run_block)
+    padded = torch.ones(2, NUM_BYTES, dtype=torch.int64)
+    padded[1, 30:] = 0
+    layer = CSA2Attention(model.cfg, 2)
+    with torch.no_grad():
+        state = layer(torch.randn(2, NUM_BYTES, model.cfg.hidden_size), attention_mask=padded).state
+    save_state(state, folder / "padded", model.cfg, 2)
+    (folder / "cut").write_bytes((folder / "state8").read_bytes()[:-1])
     return folder
 
 
@@ -95,6 +114,47 @@ def test_inputs_of_a_file_with_its_own_weights(tmp_path):
     assert values["layers"][0]["lineage"]["selected_by"] == 7
 
 
+def test_a_whole_model_from_a_directory(folder, tmp_path):
+    usual = ["--text", folder / "text.txt", "--layers", "5"]
+    for name, more in (("a", ["--model", folder / "model"]), ("b", ["--seed", "1"])):
+        result = invoke(*usual, *more, "--json", tmp_path / name)
+        assert result.exit_code == 0, result.output
+    values, drawn = (json.loads((tmp_path / name).read_text(encoding="utf-8")) for name in "ab")
+    assert values["origin"] == {"model": str(folder / "model")}
+    assert values["layers"] == drawn["layers"]
+
+
+def test_a_state_shows_what_the_run_showed_in_all_outputs(folder, tmp_path):
+    state = ["--state", folder / "state8", "--text", folder / "text.txt", "--row", "1"]
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    outputs = ["--png", pictures, "--html", tmp_path / "page.html", "--json", tmp_path / "state.json", "--ascii"]
+    result = invoke(*state, *outputs)
+    assert result.exit_code == 0, result.output
+    assert {path.stem for path in pictures.iterdir()} == set(visualize.FIGURES) - {"mass", "scores"}
+    text = ["--text", folder / "text.txt", "--model", folder / "model", "--layers", "0-4,7-8"]
+    assert invoke(*text, "--json", tmp_path / "run.json").exit_code == 0
+    values, ran = (json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) for name in ("state", "run"))
+    assert values["origin"] == {"state": "state8", "after layer": "8", "row": "1"}
+    assert values["tokens"] == ran["tokens"]
+    for layer, other in zip(values["layers"], ran["layers"], strict=True):
+        for key in ("layer", "role", "ratio", "blocks", "position_text"):
+            assert layer[key] == other[key]
+        for query, of_run in zip(layer["queries"], other["queries"], strict=True):
+            assert query == {**of_run, "mass": None, "scores": None}
+    shown = " ".join(result.stdout.split())
+    for output in (values["absent"], shown, (tmp_path / "page.html").read_text(encoding="utf-8")):
+        assert "attention mass and index scores, because a saved state has neither queries nor weights" in output
+    assert "state8 after layer 8, " in shown
+
+
+def test_a_state_alone_numbers_its_tokens(folder):
+    result = invoke("--state", folder / "state3", "--layers", "3", "--queries", "20")
+    assert result.exit_code == 0, result.output
+    assert "layer 3: reuse, ratio 2: reuses the selection of layer 2" in result.stdout
+    assert " 17 18 19 20" in result.stdout
+
+
 SCHEDULE = GOLDEN / "released_schedule_mini.safetensors"
 REFUSED = {
     "no input": ("--text", []),
@@ -119,6 +179,47 @@ REFUSED = {
     "weights besides inputs": ("--weights", ["--inputs", SCHEDULE, "--weights", "{folder}/weights.safetensors"]),
     "no inputs": ("--inputs", ["--inputs", "{folder}/none"]),
     "inputs that are weights": ("--inputs", ["--inputs", "{folder}/weights.safetensors"]),
+    "model": ("--model", ["--text", "{folder}/text.txt", "--model", "{folder}/none"]),
+    "model that is none": ("--model", ["--text", "{folder}/text.txt", "--model", "{folder}"]),
+    "model besides inputs": ("--model", ["--inputs", SCHEDULE, "--model", "{folder}/model"]),
+    "model without text": ("--text", ["--model", "{folder}/model"]),
+    "length for the model": (
+        "--seq-len",
+        ["--text", "{folder}/text.txt", "--model", "{folder}/model", "--seq-len", "0"],
+    ),
+    "seed besides inputs": ("--seed", ["--inputs", SCHEDULE, "--seed", "0"]),
+    "length besides inputs": ("--seq-len", ["--inputs", SCHEDULE, "--seq-len", "512"]),
+    **{
+        f"{name} besides model": (f"--{name}", ["--text", "{folder}/text.txt", "--model", "{folder}/model", *given])
+        for name, given in {
+            "config": ["--config", "{folder}/config.json"],
+            "weights": ["--weights", "{folder}/weights.safetensors"],
+            "seed": ["--seed", "0"],
+        }.items()
+    },
+    **{
+        f"{name} besides state": (f"--{name}", ["--state", "{folder}/state8", f"--{name}", value])
+        for name, value in {
+            "inputs": SCHEDULE,
+            "model": "{folder}/model",
+            "config": "{folder}/config.json",
+            "weights": "{folder}/weights.safetensors",
+            "seed": "0",
+            "seq-len": "512",
+            "head": "0",
+        }.items()
+    },
+    "no state": ("--state", ["--state", "{folder}/none"]),
+    "state that is cut off": ("--state", ["--state", "{folder}/cut"]),
+    "state that is weights": ("--state", ["--state", "{folder}/weights.safetensors"]),
+    "state without publications": ("--state", ["--state", "{folder}/state1"]),
+    "state of padded rows": ("--state", ["--state", "{folder}/padded", "--row", "1"]),
+    "row of a state": ("--row", ["--state", "{folder}/state8", "--row", "2"]),
+    "layer after the state": ("--layers", ["--state", "{folder}/state3", "--layers", "4"]),
+    "selection that was replaced": ("--layers", ["--state", "{folder}/state8", "--layers", "5"]),
+    "layer that there is not": ("--layers", ["--state", "{folder}/state8", "--layers", "9"]),
+    "query of a state": ("--queries", ["--state", "{folder}/state8", "--queries", "100"]),
+    "text shorter than the state": ("--text", ["--state", "{folder}/state8", "--text", "{folder}/short.txt"]),
     "picture of another kind": ("--png", ["--text", "{folder}/text.txt", "--png", "{folder}/map.jpg"]),
     "picture to nowhere": ("--png", ["--text", "{folder}/text.txt", "--png", "{folder}/none/map.png"]),
     "page to a folder": ("--html", ["--text", "{folder}/text.txt", "--html", "{folder}"]),
@@ -129,6 +230,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_are_one_line(folder, case):
     (folder / "empty").touch()
+    (folder / "short.txt").write_text("short", encoding="utf-8")
     argument, given = REFUSED[case]
     result = invoke(*(str(value).format(folder=folder) for value in given))
     assert result.exit_code == 2, result.output

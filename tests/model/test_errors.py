@@ -24,7 +24,9 @@ from csa2_compiled import (
     compile_model,
     generate,
     load_attention,
+    load_state,
     save_attention,
+    save_state,
 )
 from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.quantization import quantize_dequantize_body, row_bytes
@@ -100,6 +102,15 @@ class Setup:
         tensors = load_file(path)
         del tensors["layers.5.attn.attn_sink"]
         save_file(tensors, path)
+        return path
+
+    def damaged_state(self) -> Path:
+        """A saved state whose last byte is another one."""
+        path = self.folder / "damaged"
+        save_state(self.state_2, path, CONFIG, 2)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
         return path
 
 
@@ -837,6 +848,28 @@ OTHER_CASES = [
         None,
         lambda s: load_attention(s.modules["full"], s.short_checkpoint()),
         ("short.safetensors", "keys of layer 5 are missing: attn_sink", "layers.5.attn.attn_sink"),
+    ),
+    bad_call(
+        "state of save_state",
+        "not one that this layer of the config returns",
+        lambda s: save_state(s.state, s.folder / "state", CONFIG, 4),
+        "state holds compress ratios [1]",
+        "after layer 4 of this config [2] is allowed",
+    ),
+    bad_call(
+        "layer_idx of save_state",
+        "a layer that the config does not have, or no integer",
+        lambda s: save_state(s.state, s.folder / "state", CONFIG, 9),
+        "layer_idx is 9",
+        "0 to 8",
+    ),
+    Case(
+        "path of load_state",
+        "a file that is damaged, cut off, or no saved state",
+        CheckpointError,
+        None,
+        lambda s: load_state(s.damaged_state()),
+        ("damaged is damaged", "SHA-256"),
     ),
 ]
 

@@ -8,10 +8,20 @@ import torch
 from golden_files import FILES, GOLDEN, load_golden
 from safetensors.torch import save_file
 
-from csa2_compiled import AttentionLayout, CSA2Config, CSA2State, ops, run_report
+from csa2_compiled import (
+    AttentionLayout,
+    CSA2Cache,
+    CSA2Config,
+    CSA2ForCausalLM,
+    CSA2State,
+    SavedState,
+    ops,
+    run_report,
+)
 from csa2_compiled.mask_report import read_inputs, report_inputs, report_text, score_histogram, selection_overlap
 from csa2_compiled.masks.view_data import EMPTY, FULL, PARTIAL, SELECTED, SINK, WINDOW, filled
 from csa2_compiled.run_report import BadArgumentError, Origin, Text
+from csa2_compiled.state_report import check_whole, report_state, shown_layers
 
 TEXT = Text("text", "Every query attends to a short window, and to what it selects — é.\n".encode() * 2, False)
 
@@ -188,6 +198,74 @@ def test_text_is_what_the_model_selected():
     assert report.text_of(report.layers[2], 3) == TEXT.data.decode()[6:8]
     assert "".join(report.tokens).replace("·", "") == TEXT.data.decode()
     assert len(report.tokens) == num_tokens
+
+
+def saved_states(cfg, batch, **options):
+    """A model and the state after each of its layers."""
+    torch.manual_seed(2)
+    model, states = CSA2ForCausalLM(cfg).eval(), []
+
+    def run_block(block, *inputs):
+        output = block(*inputs)
+        states.append(output.state)
+        return output
+
+    with torch.no_grad():
+        model(batch, run_block=run_block, **options)
+    return model, [SavedState(state, cfg, layer) for layer, state in enumerate(states)]
+
+
+# The second has candidates, a KV source after them, and a reindex layer of its keys.
+@pytest.mark.parametrize("changes", [{}, {"kv_source_layer_ids": (2, 5, 6), "index_source_layer_ids": (2, 5, 6, 7)}])
+@pytest.mark.parametrize("num_tokens", [1, 90])
+def test_a_state_shows_what_the_run_showed(changes, num_tokens):
+    cfg = replace(CSA2Config.tiny(), sliding_window=20, **changes)
+    data = bytes(torch.randint(256, (num_tokens,)).tolist())
+    model, states = saved_states(cfg, torch.tensor([[0] * num_tokens, list(data)]))
+    text, queries = Text("text", data, False), range(num_tokens // 2, num_tokens)
+    ran = report_text(model, text, Origin(None, None, 2), range(9), queries)
+    for saved in states[2:]:
+        check_whole(saved, row=1)
+        report = report_state(saved, "state", text, shown_layers(saved), queries, row=1)
+        assert (report.tokens, report.queries, report.bytes_text) == (ran.tokens, ran.queries, True)
+        assert "attention mass" in report.absent
+        for view in report.layers:
+            of_run = ran.layers[view.layer]
+            assert view.mass is view.scores is None
+            assert view.name == of_run.name
+            for name in ("window", "selected", "allowed", "visible"):
+                one, other = getattr(view, name), getattr(of_run, name)
+                assert (one is None and other is None) or (one.dtype == other.dtype and torch.equal(one, other)), name
+            for name in ("kv_from", "selected_by", "within"):
+                assert getattr(view.lineage, name) == getattr(of_run.lineage, name)
+            assert all(torch.equal(a.kinds, b.kinds) for a, b in zip(view.blocks, of_run.blocks, strict=True))
+
+
+def test_a_state_shows_the_layers_whose_selection_it_still_holds():
+    _, states = saved_states(CSA2Config.tiny(), torch.zeros(1, 8, dtype=torch.int64))
+    shown = [shown_layers(saved) for saved in states]
+    assert shown[:7] == [tuple(range(i + 1)) for i in range(7)]
+    assert shown[7:] == [(0, 1, 2, 3, 4, 7), (0, 1, 2, 3, 4, 7, 8)]
+    without_text = report_state(states[4], "state", None, (4,), range(8))
+    assert without_text.tokens == tuple(map(str, range(8)))
+    assert not without_text.bytes_text
+
+
+def test_states_whose_tokens_stand_elsewhere_are_refused():
+    cfg, ids = CSA2Config.tiny(), torch.randint(256, (2, 12))
+    mask, documents = torch.ones(2, 12, dtype=torch.int64), torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 9:], documents[1, 4:] = 0, 2
+    cache = CSA2Cache(cfg, 2, 24)
+    CSA2ForCausalLM(cfg).eval()(ids[:, :5], cache)
+    refused = "row 1 has not the selection of one whole sequence in ratio"
+    for options in ({"attention_mask": mask}, {"document_ids": documents}):
+        for saved in saved_states(cfg, ids, **options)[1][2:]:
+            check_whole(saved, row=0)
+            with pytest.raises(BadArgumentError, match=refused):
+                check_whole(saved, row=1)
+    for saved in saved_states(cfg, ids, cache=cache)[1][2:]:
+        with pytest.raises(BadArgumentError, match=refused):
+            check_whole(saved, row=1)
 
 
 def test_scores_have_the_selection_above_the_threshold(recorded):
