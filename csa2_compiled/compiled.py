@@ -14,6 +14,7 @@ from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.model import CSA2Block, CSA2ForCausalLM, RunBlock
 from csa2_compiled.ops import BODIES
 from csa2_compiled.passes import (
+    Attend,
     CompilerPass,
     Gemv,
     IndexScores,
@@ -37,7 +38,7 @@ from csa2_compiled.rope import apply_rope_real_body
 from csa2_compiled.state import CSA2Output
 
 # The passes in the order they run; inlining takes what the others left.
-PASS_ORDER = ("select_topk", "index_scores", "kv_gather", "rope_quant", "gemv", "inline")
+PASS_ORDER = ("select_topk", "index_scores", "kv_gather", "attend", "rope_quant", "gemv", "inline")
 _NUMBERS = count()  # one a compiled model
 _RECOMPILE_LIMIT = 64  # a model has up to about six kinds of block, each with a few shapes
 # Inductor cannot fuse the complex product of the plain body; these have its bits on their device.
@@ -173,6 +174,7 @@ def _make_pass(name: str) -> CompilerPass:
         "select_topk": SelectTopk,
         "index_scores": IndexScores,
         "kv_gather": KVGather,
+        "attend": Attend,
         "rope_quant": RopeQuant,
         "gemv": Gemv,
         "inline": lambda: InlineNamedOps(BODIES, _DEVICE_BODIES),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csa2_compiled.attention_math import attend_backward_body, attend_body, gather_kv_body
 from csa2_compiled.indexer_math import (
     candidate_blocks_body,
     head_products,
@@ -27,14 +28,6 @@ def rms_norm_body(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight.to(wide.dtype) * normalized).to(x.dtype).contiguous()
-
-
-def gather_kv_body(keys: Tensor, indices: Tensor) -> Tensor:
-    batch, queries, slots = indices.shape
-    dim = keys.shape[-1]
-    rows = indices.clamp(min=0).reshape(batch, queries * slots, 1).long()
-    gathered = keys.gather(1, rows.expand(-1, -1, dim)).view(batch, queries, slots, dim)
-    return torch.where((indices >= 0).unsqueeze(-1), gathered, 0).contiguous()
 
 
 @torch.library.custom_op("csa2::rms_norm", mutates_args=())
@@ -104,6 +97,47 @@ def gather_kv(keys: Tensor, indices: Tensor) -> Tensor:
     return gather_kv_body(keys, indices)
 
 
+@torch.library.custom_op("csa2::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    sink: Tensor,
+    window_kv: Tensor,
+    window_indices: Tensor,
+    compressed_kv: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The attention core over slots of one or two sources, as one op, for training.
+
+    q: [B, S, H, D]; sink: float32 [H] (or wider, with q); window_kv: [B, N, D] with window_indices int32 [B, S, W];
+    compressed_kv: [B, T, D] with topk_indices int32 [B, S, K], or neither; -1 where a slot is empty. Returns the
+    output, [B, S, H, D] in q's dtype, and the natural logarithm of the softmax's denominator, sink included, float32
+    or wider [B, S, H], which has no gradient. Rows are gathered anew in the backward pass, and none is kept.
+    """
+    return attend_body(q, sink, window_kv, window_indices, compressed_kv, topk_indices)
+
+
+@torch.library.custom_op("csa2::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    q: Tensor,
+    sink: Tensor,
+    window_kv: Tensor,
+    window_indices: Tensor,
+    compressed_kv: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attend` with respect to q, sink, window_kv and compressed_kv, in their shapes and dtypes.
+
+    grad_out, out: [B, S, H, D]; logsumexp: as `attend` returned it. A row's gradient is summed in float32 or wider
+    over all slots that name it. Without compressed_kv the last gradient is an empty tensor.
+    """
+    return attend_backward_body(
+        grad_out, out, logsumexp, q, sink, window_kv, window_indices, compressed_kv, topk_indices
+    )
+
+
 @rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -139,6 +173,34 @@ def _(scores: Tensor, candidates: Tensor | None, k: int) -> Tensor:
 @gather_kv.register_fake
 def _(keys: Tensor, indices: Tensor) -> Tensor:
     return keys.new_empty(*indices.shape, keys.shape[-1])
+
+
+@attend.register_fake
+def _(
+    q: Tensor,
+    sink: Tensor,
+    window_kv: Tensor,
+    window_indices: Tensor,
+    compressed_kv: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@attend_backward.register_fake
+def _(
+    grad_out: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    q: Tensor,
+    sink: Tensor,
+    window_kv: Tensor,
+    window_indices: Tensor,
+    compressed_kv: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_compressed = window_kv.new_empty(0) if compressed_kv is None else compressed_kv.new_empty(compressed_kv.shape)
+    return q.new_empty(q.shape), sink.new_empty(sink.shape), window_kv.new_empty(window_kv.shape), grad_compressed
 
 
 def _rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -204,13 +266,27 @@ def _gather_kv_backward(ctx: Any, grad: Tensor) -> Any:
     return sums[:, :-1].to(grad.dtype), None
 
 
+def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output, *inputs)
+
+
+def _attend_backward(ctx: Any, grad_out: Tensor, _: Any) -> Any:
+    out, logsumexp, q, sink, window_kv, window_indices, compressed_kv, topk_indices = ctx.saved_tensors
+    grad_q, grad_sink, grad_window, grad_compressed = attend_backward(
+        grad_out, out, logsumexp, q, sink, window_kv, window_indices, compressed_kv, topk_indices
+    )
+    return grad_q, grad_sink, grad_window, None, None if compressed_kv is None else grad_compressed, None
+
+
 rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_setup)
 apply_rope.register_autograd(_apply_rope_backward, setup_context=_apply_rope_setup)
 quantize_dequantize.register_autograd(lambda ctx, grad: (grad, None))
 index_scores.register_autograd(_index_scores_backward, setup_context=_index_scores_setup)
 gather_kv.register_autograd(_gather_kv_backward, setup_context=_gather_kv_setup)
+attend.register_autograd(_attend_backward, setup_context=_attend_setup)
 
-BODIES: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {
+BODIES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.csa2.rms_norm.default: rms_norm_body,
     torch.ops.csa2.apply_rope.default: apply_rope_body,
     torch.ops.csa2.quantize_dequantize.default: quantize_dequantize_body,
@@ -218,4 +294,6 @@ BODIES: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {
     torch.ops.csa2.candidate_blocks.default: candidate_blocks_body,
     torch.ops.csa2.select_topk.default: select_topk_body,
     torch.ops.csa2.gather_kv.default: gather_kv_body,
+    torch.ops.csa2.attend.default: attend_body,
+    torch.ops.csa2.attend_backward.default: attend_backward_body,
 }

@@ -13,10 +13,11 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
 
 from csa2_compiled import masks, ops
+from csa2_compiled.attention_math import slot_logits, with_sink
 from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
-from csa2_compiled.matmul import matmul_float32, weighted_sum
+from csa2_compiled.matmul import weighted_sum
 from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES, shared_memory_per_block
 from csa2_compiled.rows import Rows, buffers, gather_rows, read_rows, write_rows
 from csa2_compiled.tokens import Tokens
@@ -78,6 +79,8 @@ def sparse_attention(
     if layout is AttentionLayout.DENSE:
         keys = window_kv if compressed_kv is None else torch.cat([window_kv, compressed_kv], dim=1)
         return _attend_dense(q, keys, visible_keys(recent, topk_indices), topk_indices, sink, window, starts)
+    if layout is AttentionLayout.PLAIN and _trains_on_cuda(q, window_kv, compressed_kv, sink):
+        return ops.attend(q, sink, window_kv, recent, compressed_kv, topk_indices)[0]
     return _attend_slots_of(q, window_kv, recent, compressed_kv, topk_indices, sink, topk, layout)
 
 
@@ -237,14 +240,14 @@ def _attend_slots(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) ->
 
 
 def _attend_plain(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
-    batch, tokens, heads, dim = q.shape
-    rows, num_slots = batch * tokens, gathered.shape[2]
-    keys = gathered.view(rows, num_slots, dim)
-    logits = matmul_float32(q.reshape(rows, heads, dim), keys.transpose(1, 2)) * dim**-0.5
-    logits = torch.where((visible >= 0).view(rows, 1, num_slots), logits, float("-inf"))
-    sink_logit = sink.to(logits.dtype).view(1, -1, 1).expand(rows, -1, 1)
-    probabilities = torch.cat([sink_logit, logits], dim=-1).softmax(dim=-1)[..., 1:]
-    return weighted_sum(probabilities, keys).to(q.dtype).view(batch, tokens, heads, dim)
+    logits = with_sink(slot_logits(q, gathered, visible), sink)
+    return weighted_sum(logits.softmax(dim=-1)[..., 1:], gathered.flatten(0, 1)).to(q.dtype).view(q.shape)
+
+
+def _trains_on_cuda(q: Tensor, *others: Tensor | None) -> bool:
+    """Whether one op serves the core and its gradients, so that a pass can put kernels in place of both."""
+    trains = any(x is not None and x.requires_grad for x in (q, *others))
+    return q.device.type == "cuda" and torch.is_grad_enabled() and trains
 
 
 def _as_values(keys: Tensor) -> Tensor:

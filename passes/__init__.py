@@ -3,6 +3,7 @@
 Imported as ``csa2_compiled.passes``. A file a pass; `inductor` is the one file that touches Inductor.
 """
 
+from csa2_compiled.passes.attend import Attend
 from csa2_compiled.passes.gemv import Gemv
 from csa2_compiled.passes.index_scores import IndexScores
 from csa2_compiled.passes.inductor import UnknownTorchVersionError
@@ -13,6 +14,7 @@ from csa2_compiled.passes.rope_quant import RopeQuant
 from csa2_compiled.passes.select_topk import SelectTopk
 
 __all__ = [
+    "Attend",
     "CompilerPass",
     "Gemv",
     "IndexScores",

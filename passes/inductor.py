@@ -4,14 +4,22 @@ Written against torch 2.11 and 2.13 and tried on 2.14; another version is refuse
 compiled, not when the package is imported, because eager use needs nothing of this.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import ast
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 KNOWN_VERSIONS = ("2.11", "2.13", "2.14")
+GLUON_TRITON_VERSIONS = ("3.6",)  # Gluon is experimental, and changes
 
 # FlexAttention on CPU refuses K and V in one buffer there.
 FLEX_CPU_NEEDS_OWN_VALUES = torch.__version__.startswith("2.11.")
@@ -45,7 +53,7 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: str) -> Any:
     return GraphPass()
 
 
-def trace_body(body: Callable[..., Tensor], inputs: list[Any]) -> fx.Graph:
+def trace_body(body: Callable[..., Any], inputs: list[Any]) -> fx.Graph:
     """Trace a named op's body on fake inputs (tensors and symbolic ints) down to what Inductor lowers."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -69,6 +77,19 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def shared_memory_per_block(device: torch.device) -> int:
     """Bytes of shared memory one block may use on a CUDA device."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def why_no_gluon_for_hopper(device: torch.device) -> str | None:
+    """Why a Gluon kernel written for compute capability 9.0 cannot serve a CUDA device; None when it can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"the device has compute capability {capability[0]}.{capability[1]}, not 9.0"
+    import triton  # type: ignore[import-not-found]
+
+    release = ".".join(triton.__version__.split(".")[:2])
+    if release not in GLUON_TRITON_VERSIONS:
+        return f"Triton is {triton.__version__}; the kernel is known to run with {', '.join(GLUON_TRITON_VERSIONS)}"
+    return None
 
 
 def keep_kernel_launches() -> None:
@@ -153,3 +174,194 @@ def cpp_compiler() -> str | None:
         return get_cpp_compiler()
     except InvalidCxxCompiler:
         return None
+
+
+# Phases of a compilation. An event of torch's compile log that has no phase counts for the one around it.
+PHASES = ("dynamo", "aot_autograd", "passes", "inductor", "kernels", "autotuning")
+_PHASE_OF_EVENT = {
+    "dynamo": "dynamo",
+    "backend_compile": "aot_autograd",
+    "_recursive_pre_grad_passes": "inductor",
+    "_recursive_joint_graph_passes": "inductor",
+    "inductor_compile": "inductor",
+    "AOTAutogradCache.inductor_load": "inductor",
+    "pass.post_grad_passes.post_grad_custom_pre_pass": "passes",
+    "compile_file": "kernels",
+    "async_compile.wait": "kernels",
+    "async_compile.precompile": "kernels",
+    "reload_kernel_in_parent": "kernels",
+    "CachingAutotuner.slow_precompile_config": "kernels",
+    "StaticAutotunerFuture.warm_precompile": "kernels",
+    "CachingAutotuner.benchmark_all_configs": "autotuning",
+    "CachingAutotuner.coordinate_descent_tuning": "autotuning",
+    "CachingAutotuner.combo_sequential_autotune": "autotuning",
+    "benchmark_fused_nodes": "autotuning",
+    "benchmark_codegened_module": "autotuning",
+}
+_PHASE_OF_EVENT_ENDING = {"_template_precompiling": "kernels", "_template_autotuning": "autotuning"}
+
+
+@contextmanager
+def compile_phases() -> Iterator[dict[str, float]]:
+    """While entered, adds up this thread's seconds in each of PHASES, in the dict that it yields.
+
+    A second counts once, for the innermost phase; waiting for compilers in other threads or processes is "kernels".
+    """
+    from torch._dynamo.utils import ChromiumEventLogger
+
+    require_known_torch()
+    seconds = dict.fromkeys(PHASES, 0.0)
+    entered: list[str | None] = []
+    thread, since = threading.get_ident(), 0.0
+    log_start, log_end = ChromiumEventLogger.log_event_start, ChromiumEventLogger.log_event_end
+
+    def charge() -> None:
+        nonlocal since
+        now = time.perf_counter()
+        if entered and entered[-1] is not None:
+            seconds[entered[-1]] += now - since
+        since = now
+
+    def start(logger: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            charge()
+            entered.append(_phase_of(name) or (entered[-1] if entered else None))
+        log_start(logger, name, *args, **kwargs)
+
+    def end(logger: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        log_end(logger, name, *args, **kwargs)
+        if threading.get_ident() == thread and entered:
+            charge()
+            entered.pop()
+
+    with _replaced(ChromiumEventLogger, log_event_start=start, log_event_end=end):
+        yield seconds
+
+
+@contextmanager
+def _replaced(owner: type, **methods: Callable[..., Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in methods}
+    try:
+        for name, method in methods.items():
+            setattr(owner, name, method)
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(owner, name, method)
+
+
+def _phase_of(event: str) -> str | None:
+    endings = (phase for ending, phase in _PHASE_OF_EVENT_ENDING.items() if event.endswith(ending))
+    return _PHASE_OF_EVENT.get(event) or next(endings, None)
+
+
+@dataclass(frozen=True)
+class CompileCounts:
+    """What this process has compiled since `keep_compile_counts`.
+
+    graph_breaks: by reason. guards: of all graphs together. recompilations: the reason of each. kernels_generated: as
+    Inductor counts them, also those of graphs from a cache.
+    """
+
+    graphs: int
+    cache_hits: int
+    graph_breaks: dict[str, int]
+    guards: int
+    recompilations: tuple[str, ...]
+    kernels_generated: int
+
+
+def keep_compile_counts(limit: int = 4096) -> None:
+    """Keep the records of that many compilations of this process, where torch keeps the newest 64."""
+    from torch._dynamo.utils import set_compilation_metrics_limit
+
+    require_known_torch()
+    set_compilation_metrics_limit(limit)
+
+
+def compile_counts() -> CompileCounts:
+    """Read torch's counters. `keep_compile_counts` must have come before the first compilation."""
+    from torch._dynamo.utils import counters, get_compilation_metrics
+    from torch._inductor import metrics
+
+    records = get_compilation_metrics()
+    return CompileCounts(
+        graphs=graphs_compiled(),
+        cache_hits=graph_cache_hits(),
+        graph_breaks=dict(counters["graph_break"]),
+        guards=sum(record.guard_count or 0 for record in records),
+        # The guard that failed, without where it comes from.
+        recompilations=tuple(
+            record.recompile_reason.split("\n")[0].split("  # ")[0].strip()
+            for record in records
+            if record.recompile_reason
+        ),
+        kernels_generated=metrics.generated_kernel_count,
+    )
+
+
+@contextmanager
+def kernel_launches() -> Iterator[Counter[str]]:
+    """While entered, counts what compiled graphs launch: "generated" kernels and "library" calls, as in their code."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    require_known_torch()
+    launches: Counter[str] = Counter()
+    run = CompiledFxGraph.__call__
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        launches.update(launches_in(graph.source_code))
+        return run(graph, inputs)
+
+    with _replaced(CompiledFxGraph, __call__=counted):
+        yield launches
+
+
+@lru_cache
+def launches_in(source_code: str) -> Counter[str]:
+    """How often a graph's wrapper, as Inductor writes it, calls "generated" kernels and "library" functions."""
+    tree = ast.parse(source_code)
+    kernels = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("async_compile.")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return Counter(
+        generated=sum(call.removesuffix(".run") in kernels for call in calls),
+        library=sum(call.startswith(("extern_kernels.", "torch.ops.", "aten.")) for call in calls),
+    )
+
+
+def cache_folder() -> Path:
+    """Where Inductor keeps what it compiled."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def cpp_libraries() -> list[Path]:
+    """Libraries of the C++ kernels that this process loaded, and of the compiler's tries of instruction sets.
+
+    All below `cache_folder`. PyTorch's portable artifacts do not hold them.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache, get_path
+
+    kernels = [Path(get_path(key, "main.so")[2]) for key in CppPythonBindingsCodeCache.cache]
+    tries = [path for path in cache_folder().glob("??/*.so") if _tries_instructions(path.with_suffix(".cpp"))]
+    loaded = [path.with_name(path.name + ".load_ok") for path in tries]  # torch 2.14 notes there that one loads
+    return [path for path in (*kernels, *tries, *loaded) if path.is_file()]
+
+
+def _tries_instructions(source: Path) -> bool:
+    return source.is_file() and "_chk_kernel" in source.read_text(encoding="utf-8", errors="replace")
+
+
+def cpp_command() -> str:
+    """The command that compiles a C++ kernel, less its instruction set; the names of libraries depend on it."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+    options = CppTorchDeviceOptions(include_pytorch=False, shared=True, device_type="cpu")
+    return " ".join(CppBuilder(name="o", sources="i", BuildOption=options).get_command_line().split())

@@ -14,13 +14,13 @@ Inductor then fuses the body like any tensor code.
 """
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from csa2_compiled.passes.manager import CompilerPass, PassReport
-from csa2_compiled.passes.rewrite import all_arguments, example_of, replace_by_trace
+from csa2_compiled.passes.rewrite import all_arguments, first_value, replace_by_trace
 
 
 class InlineNamedOps(CompilerPass):
@@ -34,8 +34,8 @@ class InlineNamedOps(CompilerPass):
 
     def __init__(
         self,
-        bodies: Mapping[torch._ops.OpOverload, Callable[..., Tensor]],
-        device_bodies: Mapping[tuple[torch._ops.OpOverload, str], Callable[..., Tensor]],
+        bodies: Mapping[torch._ops.OpOverload, Callable[..., Any]],
+        device_bodies: Mapping[tuple[torch._ops.OpOverload, str], Callable[..., Any]],
     ) -> None:
         self.bodies, self.device_bodies = bodies, device_bodies
 
@@ -44,7 +44,7 @@ class InlineNamedOps(CompilerPass):
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in self.bodies:
                 target = cast(torch._ops.OpOverload, node.target)
-                body = self.device_bodies.get((target, example_of(node).device.type), self.bodies[target])
+                body = self.device_bodies.get((target, first_value(node).device.type), self.bodies[target])
                 replace_by_trace(graph, node, body, all_arguments(node))
                 report.fire(target.name())
         return report

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -39,20 +40,21 @@ class NodePass(CompilerPass):
         """Rewrite a node; returns the names of the ops that went with it."""
 
 
-def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Tensor], arguments: Sequence[Any]) -> fx.Node:
+def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Trace ``body(*arguments)``, where nodes stand for their values, in place of `node`; returns its result's node.
 
     The body is traced under the node's own fake mode and with Inductor's decompositions, without which its lowering
-    fails. `node` goes, with everything that only it needed.
+    fails. `node` goes, with everything that only it needed. Where `node` has several results the body returns a tuple
+    of them, and a tuple of nodes is returned.
     """
     is_input = [isinstance(argument, fx.Node) for argument in arguments]
     inputs = [argument for argument in arguments if isinstance(argument, fx.Node)]
 
-    def with_constants(*values: Tensor) -> Tensor:
+    def with_constants(*values: Tensor) -> Any:
         given = iter(values)
         return body(*(next(given) if i else a for i, a in zip(is_input, arguments, strict=True)))
 
-    with fake_mode_of(example_of(node)):
+    with fake_mode_of(first_value(node)):
         traced = trace_body(with_constants, [example_of(argument) for argument in inputs])
     remaining, copies = iter(inputs), {}
     with graph.inserting_before(node):
@@ -60,10 +62,16 @@ def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Tensor]
             if inner.op == "placeholder":
                 copies[inner] = next(remaining)
             elif inner.op == "output":
-                result = copies[inner.args[0]]
+                result = fx.map_arg(inner.args[0], copies.__getitem__)
             else:
                 copies[inner] = graph.node_copy(inner, copies.__getitem__)
-    node.replace_all_uses_with(result)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for item in list(node.users):
+            assert is_call(item, getitem)
+            item.replace_all_uses_with(result[item.args[1]])
+            graph.erase_node(item)
     erase_unused(graph, node)
     return result
 
@@ -71,6 +79,12 @@ def replace_by_trace(graph: fx.Graph, node: fx.Node, body: Callable[..., Tensor]
 def example_of(node: fx.Node) -> Any:
     """The example value that a node stands for."""
     return node.meta["val"]
+
+
+def first_value(node: fx.Node) -> Any:
+    """The example value that a node stands for, the first of them where there are several."""
+    value = example_of(node)
+    return value[0] if isinstance(value, tuple | list) else value
 
 
 def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
@@ -102,7 +116,7 @@ def all_arguments(node: fx.Node) -> list[Any]:
 
 def why_not_cuda(node: fx.Node, dtypes: Sequence[torch.dtype]) -> str | None:
     """Why a kernel for CUDA and these dtypes cannot make `node`'s value; None when it can."""
-    value = example_of(node)
+    value = first_value(node)
     if value.device.type != "cuda":
         return f"the kernel is for CUDA, not {value.device.type}"
     first = node.all_input_nodes[0]

@@ -35,6 +35,7 @@ from csa2_compiled.passes.kernels.launch import traceable
 from csa2_compiled.passes.kernels.tile_math import dot_float32, rotate_pairs, round_to
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
 _FILLING_PROGRAMS = 128  # splits bring a call to about that many
 _HOPPER_SHARED_MEMORY = 227 * 1024
 
@@ -112,6 +113,7 @@ def sparse_attention(
     *,
     rotate_q: bool = False,
     rotate_output: bool = False,
+    logsumexp: Tensor | None = None,
     tiles: SparseAttentionTiles | None = None,
 ) -> Tensor:
     """Attend from every query to its window, its selection and the sink; [B, S, H, D] in q's dtype.
@@ -119,20 +121,23 @@ def sparse_attention(
     q: [B, S, H, D]; sink: float32 [H]; window_kv: [B, N, D] with window_indices int32 [B, S, W];
     compressed_kv: [B, T, D] with topk_indices int32 [B, S, K]; -1 where a slot is empty; either pair may be
     None. Logits are q . k / sqrt(D). rotations: float32 [B or 1, S, R/2, 2], for the last R channels:
-    rotate_q turns q forward first, rotate_output turns the output back.
+    rotate_q turns q forward first, rotate_output turns the output back. logsumexp: float32 [B, S, H], contiguous,
+    takes the natural logarithm of the softmax's denominator, sink included, for a backward pass.
     """
     batch, tokens, heads, dim = q.shape
-    window_kv, window_indices, window = _source(window_kv, window_indices)
-    compressed_kv, topk_indices, topk = _source(compressed_kv, topk_indices)
+    window_kv, window_indices, window = source_of(window_kv, window_indices)
+    compressed_kv, topk_indices, topk = source_of(compressed_kv, topk_indices)
     out = torch.empty(batch, tokens, heads, dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
     if window + topk == 0:
+        if logsumexp is not None:
+            logsumexp.copy_(sink.expand_as(logsumexp))
         return out.zero_()  # the sink has all the weight, and no value
     tiles = tiles or choose_tiles(batch * tokens, heads, dim, q.element_size(), window + topk)
     if not (rotate_q or rotate_output):
         rotations = None
-    rotation_strides = (0, 0) if rotations is None else (_batch_stride(rotations), rotations.stride(1))
+    rotation_strides = (0, 0) if rotations is None else (batch_stride(rotations), rotations.stride(1))
     rotary_dim = 0 if rotations is None else 2 * rotations.shape[2]
     splits = tiles.splits
     states = values = None
@@ -151,13 +156,14 @@ def sparse_attention(
         out,
         states,
         values,
+        logsumexp,
         tokens,
         heads,
         window,
         topk,
         *q.stride()[:3],
-        *_strides(window_kv, window_indices),
-        *_strides(compressed_kv, topk_indices),
+        *source_strides(window_kv, window_indices),
+        *source_strides(compressed_kv, topk_indices),
         *rotation_strides,
         SCALE=dim**-0.5,
         DIM=dim,
@@ -183,6 +189,7 @@ def sparse_attention(
             values,
             rotations,
             out,
+            logsumexp,
             tokens,
             heads,
             *rotation_strides,
@@ -198,20 +205,20 @@ def sparse_attention(
     return out
 
 
-def _source(kv: Tensor | None, indices: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
+def source_of(kv: Tensor | None, indices: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
     """A source and its number of slots; without rows or without slots it is left out."""
     if kv is None or indices is None or kv.shape[1] == 0 or indices.shape[2] == 0:
         return None, None, 0
     return kv, indices, indices.shape[2]
 
 
-def _strides(kv: Tensor | None, indices: Tensor | None) -> tuple[int, int, int, int]:
+def source_strides(kv: Tensor | None, indices: Tensor | None) -> tuple[int, int, int, int]:
     if kv is None or indices is None:
         return 0, 0, 0, 0
-    return _batch_stride(kv), kv.stride(1), _batch_stride(indices), indices.stride(1)
+    return batch_stride(kv), kv.stride(1), batch_stride(indices), indices.stride(1)
 
 
-def _batch_stride(x: Tensor) -> int:
+def batch_stride(x: Tensor) -> int:
     return 0 if x.shape[0] == 1 else x.stride(0)
 
 
@@ -227,6 +234,7 @@ def sparse_attention_kernel(
     out_ptr,
     states_ptr,
     values_ptr,
+    logsumexp_ptr,
     tokens,
     num_heads,
     window,
@@ -345,6 +353,8 @@ def sparse_attention_kernel(
         tl.store(value_rows + channel[None, :], values, mask=exists)
     else:
         tl.store(out_rows + channel[None, :], round_to(values / total[:, None], dtype), mask=exists)
+        if logsumexp_ptr is not None:
+            _store_logsumexp(logsumexp_ptr + place.to(tl.int64) * num_heads + head, top, total, head_exists)
         if ROTATE_OUTPUT:
             _rotate_tail(out_rows, out_rows, rotation_row, head_exists, HEADS, DIM, ROTARY_DIM, PADDED_ROTARY_DIM, True)
 
@@ -355,6 +365,7 @@ def merge_splits_kernel(
     values_ptr,
     rotations_ptr,
     out_ptr,
+    logsumexp_ptr,
     tokens,
     num_heads,
     rotation_batch_stride,
@@ -389,6 +400,8 @@ def merge_splits_kernel(
         values += tl.load(value_rows + channel, mask=exists, other=0.0) * kept[:, None]
     out_rows = out_ptr + (place * num_heads + head)[:, None] * DIM
     tl.store(out_rows + channel, round_to(values / total[:, None], dtype), mask=exists)
+    if logsumexp_ptr is not None:
+        _store_logsumexp(logsumexp_ptr + place * num_heads + head, top, total, head_exists)
     if ROTATE_OUTPUT:
         rotation_row = rotations_ptr + (place // tokens) * rotation_batch_stride
         rotation_row += (place % tokens) * rotation_token_stride
@@ -410,6 +423,12 @@ def _softmax_step(logits, top, total, dtype: tl.constexpr):
     kept = tl.exp2(top - new_top)
     weights = tl.exp2(logits - new_top[:, None])
     return round_to(weights, dtype), kept, new_top, total * kept + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _store_logsumexp(pointers, top, total, exists):
+    """The natural logarithm of each head's denominator, from its maximum in powers of two and its sum."""
+    tl.store(pointers, (top + tl.log2(total)) * _LN_2, mask=exists)
 
 
 @triton.jit

@@ -26,9 +26,9 @@ from layer_runs import (
     run_layers,
 )
 from torch import Tensor
-from training_runs import gradients, loss_of, make_batch, make_model
+from training_runs import OpCounter, gradients, loss_of, make_batch, make_model
 
-from csa2_compiled import CSA2Attention, CSA2Output, CSA2State, Publication, compile_model, ops
+from csa2_compiled import CSA2Attention, CSA2Output, CSA2State, Publication, compile_model, ops, sparse_attention
 from csa2_compiled.checkpointing import checkpoint_block
 from csa2_compiled.model import CSA2Block
 from csa2_compiled.quantization import quantize_dequantize_body
@@ -143,6 +143,35 @@ def test_straight_through(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, picks_of(outputs), picks_of(expected_outputs)))
     for a, b in zip(got, expected, strict=True):
         assert relative_error(a, b) <= SAME
+
+
+@pytest.mark.parametrize("arrangement", ["plain", "padded", "packed"])
+def test_the_core_as_one_op_gives_the_same_gradients(arrangement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`csa2::attend`, which serves CUDA, in every layer: by its own backward, and again with a checkpoint."""
+    layers, inputs = make_double_layers(), [x.requires_grad_() for x in make_inputs(CONFIGS["released"], 48)]
+    arguments = arguments_of(arrangement)
+    leaves = [*trained_parameters(layers).values(), *inputs]
+
+    def checkpointed() -> list[CSA2Output]:
+        outputs: list[CSA2Output] = []
+        for layer, x in zip(layers, inputs, strict=True):
+            outputs.append(checkpoint_block(layer, x, outputs[-1].state if outputs else CSA2State(), **arguments))
+        return outputs
+
+    expected_outputs = run_layers(layers, inputs, **arguments)
+    expected = torch.autograd.grad(weighted(expected_outputs), leaves)
+    monkeypatch.setattr(sparse_attention, "_trains_on_cuda", lambda *tensors: torch.is_grad_enabled())
+    with OpCounter() as counted:
+        outputs = run_layers(layers, inputs, **arguments)
+        got = torch.autograd.grad(weighted(outputs), leaves)
+    assert counted.calls["csa2.attend"] == counted.calls["csa2.attend_backward"] == len(layers)
+    assert counted.calls["csa2.gather_kv"] == 0
+    for a, b in zip(outputs, expected_outputs, strict=True):
+        assert torch.equal(a.hidden_states, b.hidden_states)
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a, b) <= 10 * SAME
+    for a, b in zip(torch.autograd.grad(weighted(checkpointed()), leaves), got, strict=True):
+        assert torch.equal(a, b)
 
 
 # -- padding and packing

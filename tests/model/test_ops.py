@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from csa2_compiled import ops
 from csa2_compiled.masks.own_buffer import own_buffer, own_buffer_op
 from csa2_compiled.rope import rope_frequencies
+from csa2_compiled.sparse_attention import _attend_plain
 
 INFINITY = float("inf")
 csa2 = torch.ops.csa2
@@ -62,6 +63,16 @@ MEMORY_ORDERS: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
+def attend_inputs(dtype: torch.dtype, sources: int, grad: bool = False) -> tuple[Tensor, ...]:
+    """Two rows of four queries; empty slots, rows that several slots name, and a query that sees nothing."""
+    wide = torch.promote_types(dtype, torch.float32)
+    q, sink = normal(2, 4, 3, 8, dtype=dtype, grad=grad), normal(3, dtype=wide, seed=1, grad=grad)
+    window = int32([[-1, -1], [0, -1], [0, 1], [1, 2]], [[0, -1], [-1, 1], [2, 2], [2, 0]])
+    picks = int32([[-1] * 3, [0, -1, -1], [1, 3, -1], [0, 1, 3]], [[-1] * 3, [4, 0, 4], [-1, -1, 2], [0, 1, 2]])
+    kv = normal(2, 3, 8, dtype=dtype, seed=2, grad=grad), normal(2, 5, 8, dtype=dtype, seed=3, grad=grad)
+    return (q, sink, kv[0], window, kv[1], picks)[: 2 + 2 * sources]
+
+
 def opcheck_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for dtype in FLOATS:
@@ -86,6 +97,13 @@ def opcheck_cases() -> dict[str, Case]:
                 keys = normal(2, max(tokens, 1), 8, **options)
                 indices = int32([[0, 3, 3, -1]] * 3, [[-1] * 4] * 3)[..., : 4 if tokens else 0]
                 cases[f"gather_kv-{suffix}"] = csa2.gather_kv.default, (keys, indices)
+            for sources in (1, 2):
+                inputs = attend_inputs(dtype, sources, grad)
+                cases[f"attend-{name}-{sources}"] = csa2.attend.default, inputs
+                if not grad:
+                    results = ops.attend(*inputs)
+                    arguments = (normal(*results[0].shape, dtype=dtype, seed=9), *results, *inputs)
+                    cases[f"attend_backward-{name}-{sources}"] = csa2.attend_backward.default, arguments
             cases[f"rms_norm-vector-{name}"] = csa2.rms_norm.default, (normal(32, **options), weight, 1e-6)
             cases[f"own_buffer-{name}"] = csa2.own_buffer.default, (normal(2, 3, **options).transpose(0, 1),)
     for dtype in (torch.bool, torch.int32):
@@ -331,6 +349,64 @@ def test_gradcheck_index_scores():
 def test_gradcheck_gather_kv():
     keys = normal(2, 5, 3, dtype=torch.float64, grad=True)
     assert torch.autograd.gradcheck(lambda keys: ops.gather_kv(keys, REPEATED), (keys,))
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_gradcheck_attend(sources: int):
+    inputs = attend_inputs(torch.float64, sources, grad=True)
+    assert torch.autograd.gradcheck(lambda *inputs: ops.attend(*inputs)[0], inputs)
+
+
+@all_floats
+@pytest.mark.parametrize("sources", [1, 2])
+def test_attend_is_the_plain_layout(dtype: torch.dtype, sources: int):
+    """Same output, same gradients; the logsumexp is that of the logits and the sink, and has no gradient."""
+    inputs = attend_inputs(dtype, sources, grad=True)
+    q, sink, *rest = inputs
+    out, logsumexp = ops.attend(*inputs)
+    visible = torch.cat(rest[1::2], dim=-1)
+    gathered = torch.cat([ops.gather_kv(kv, i) for kv, i in zip(rest[::2], rest[1::2], strict=True)], dim=2)
+    expected = _attend_plain(q, gathered, visible, sink)
+    assert torch.equal(out, expected)
+    assert not logsumexp.requires_grad
+    products = torch.einsum("bshd,bskd->bshk", q.double(), gathered.double()) * q.shape[-1] ** -0.5
+    logits = products.masked_fill(visible.unsqueeze(2) < 0, -INFINITY)
+    exact = torch.cat([logits, sink.double().view(1, 1, -1, 1).expand(2, 4, -1, -1)], dim=-1).logsumexp(-1)
+    torch.testing.assert_close(logsumexp.double(), exact, rtol=1e-6, atol=1e-6)
+    leaves = [x for x in inputs if x.requires_grad]
+    upstream = normal(*out.shape, dtype=dtype, seed=9)
+    ours = torch.autograd.grad(out, leaves, upstream)
+    theirs = torch.autograd.grad(expected, leaves, upstream)
+    for leaf, a, b in zip(leaves, ours, theirs, strict=True):
+        assert (a.shape, a.dtype) == (leaf.shape, leaf.dtype)
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        # In bfloat16 the rounded output enters, and plain gradients of a row are rounded slot by slot.
+        assert error <= (2**-7 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_attend_sums_the_gradients_of_rows_in_float32():
+    """A row that many slots name: bfloat16 sums would stall at 256 equal shares."""
+    q, sink = normal(1, 1000, 1, 8, dtype=torch.bfloat16), torch.full((1,), -30.0)
+    kv = normal(1, 1, 8, dtype=torch.bfloat16, grad=True)
+    indices = torch.zeros(1, 1000, 1, dtype=torch.int32)
+    out, _ = ops.attend(q * 0, sink, kv, indices)
+    (gradient,) = torch.autograd.grad(out, kv, torch.ones_like(out))  # each query gives all of its weight
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 1000.0), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("order", MEMORY_ORDERS.values(), ids=MEMORY_ORDERS.keys())
+def test_attend_takes_any_memory_layout(order: Callable[[int], tuple[int, ...]]):
+    inputs = attend_inputs(torch.float32, 2)
+    changed = tuple(in_memory_order(x, order(x.dim())) if x.dim() > 1 else x for x in inputs)
+    results, expected = ops.attend(*changed), ops.attend(*inputs)
+    upstream = normal(*results[0].shape, seed=9)
+    torch.library.opcheck(csa2.attend.default, changed, test_utils=("test_schema", "test_faketensor"))
+    backward = (in_memory_order(upstream, order(4)), *results, *changed)
+    torch.library.opcheck(csa2.attend_backward.default, backward, test_utils=("test_schema", "test_faketensor"))
+    grads = ops.attend_backward(*backward), ops.attend_backward(upstream, *expected, *inputs)
+    for a, b in zip((*results, *grads[0]), (*expected, *grads[1]), strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b)
 
 
 @all_floats

@@ -22,13 +22,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from csa2_compiled import CompiledModel, CSA2Cache, CSA2State, compile_model, masks, ops
 from csa2_compiled.passes import (
+    Attend,
     CompilerPass,
     Gemv,
     IndexScores,
+    InlineNamedOps,
     KVGather,
     PassReport,
     RopeQuant,
     SelectTopk,
+    attend,
     kv_gather,
 )
 from csa2_compiled.passes.inductor import without_autograd_cache
@@ -52,7 +55,14 @@ CONFIG = make_config(
 WINDOW, FULL, REUSE, REINDEX = range(4)
 TOKENS = 20
 NO_CACHE = {"fx_graph_cache": False}
-KERNEL_PASSES: tuple[CompilerPass, ...] = (SelectTopk(), IndexScores(), KVGather(), RopeQuant(), Gemv())
+KERNEL_PASSES: tuple[CompilerPass, ...] = (
+    SelectTopk(),
+    IndexScores(),
+    KVGather(),
+    Attend(),
+    RopeQuant(),
+    Gemv(),
+)
 NOT_CUDA = "the kernel is for CUDA, not cpu"
 MANY_ROWS = "more than one row, which a matrix product serves"
 # What each pass finds in the candidate source and why it leaves it.
@@ -60,6 +70,7 @@ DECLINED = {
     "select_topk": {("csa2::select_topk", NOT_CUDA): 1, ("csa2::candidate_blocks", NOT_CUDA): 1},
     "index_scores": {("csa2::index_scores", NOT_CUDA): 1},
     "kv_gather": {("flex_attention", NOT_CUDA): 1},
+    "attend": {},  # nothing trains
     # Of q, the output, the window key, the compressed key, the index key and the index query.
     "rope_quant": {("csa2::apply_rope", NOT_CUDA): 6},
     # The eight projections, and the grouped one.
@@ -269,6 +280,104 @@ def test_more_heads_or_channels_than_the_kernel_takes(heads: int, dim: int) -> N
     q = only_call(graph, aten.add.Tensor)
     with pytest.raises(kv_gather._NoMatchError, match=f"{heads} heads of {dim} channels; the kernel takes up to 128"):
         kv_gather._check_tiles(kv_gather._Match(q, heads, dim, None, [], q))
+
+
+# Training.
+
+
+def training_step(q: Tensor, sink: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
+    """The output and the gradients, as the forward and the backward graph have them."""
+    out, logsumexp = ops.attend(q, sink, *sources)
+    return out, *ops.attend_backward(out * 2, out, logsumexp, q, sink, *sources)
+
+
+def training_inputs(sources: int, heads: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 5, heads, dim, generator=generator).to(dtype), torch.randn(heads, generator=generator)]
+    for rows, slots in ((5, 3), (7, 4))[:sources]:
+        given.append(torch.randn(2, rows, dim, generator=generator).to(dtype))
+        given.append(torch.randint(-1, rows, (2, 5, slots), generator=generator, dtype=torch.int32))
+    return given
+
+
+def trace_training_on_cuda(sources: int = 2, **options: Any) -> fx.Graph:
+    inputs = training_inputs(sources, **options)
+    with FakeTensorMode():
+        return make_fx(training_step)(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in inputs)).graph
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_attend_declines_on_cpu_and_inlining_takes_both_ops(sources: int) -> None:
+    inputs = training_inputs(sources)
+    module = trace(training_step, *inputs)
+    before = str(module.graph)
+    report = Attend().run(module.graph)
+    assert not report.fired
+    assert dict(report.declined) == {("csa2::attend", NOT_CUDA): 1, ("csa2::attend_backward", NOT_CUDA): 1}
+    assert str(module.graph) == before
+    assert dict(InlineNamedOps(ops.BODIES, {}).run(module.graph).fired) == {
+        "csa2::attend": 1,
+        "csa2::attend_backward": 1,
+    }
+    module.graph.lint()
+    assert not {csa2.attend.default, csa2.attend_backward.default, getitem} & set(targets(module.graph))
+    module.recompile()
+    for got, expected in zip(module(*inputs), training_step(*inputs), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def need_triton() -> None:
+    if pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("Triton's interpreter runs kernels and traces no launch")
+
+
+def why_training_is_left(monkeypatch: pytest.MonkeyPatch, memory: int = 227 << 10, **options: Any) -> set[str]:
+    need_triton()
+    monkeypatch.setattr(attend, "shared_memory_per_block", lambda device: memory)
+    report = Attend().run(trace_training_on_cuda(**options))
+    assert not report.fired
+    return {reason for _, reason in report.declined}
+
+
+def test_what_attend_leaves_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = why_training_is_left(monkeypatch, dtype=torch.float64)
+    assert reasons == {"the kernel does not take torch.float64"}
+    for heads, dim in ((129, 64), (64, 513)):
+        reasons = why_training_is_left(monkeypatch, heads=heads, dim=dim)
+        assert reasons == {f"{heads} heads of {dim} channels; the kernel takes up to 128 of 512"}
+    reasons = why_training_is_left(monkeypatch, memory=4096, dim=512, dtype=torch.bfloat16)
+    assert len(reasons) == 2
+    assert all(reason.startswith("no tiles of") for reason in reasons)
+
+
+def test_attend_leaves_unknown_sizes() -> None:
+    graph = trace(training_step, *training_inputs(2), mode="symbolic").graph
+    found = [attend.why_not_sizes(only_call(graph, target)) for target in Attend.targets]
+    assert found == ["a size is not known while compiling"] * 2
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 32), (128, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attend_fires_on_cuda(
+    heads: int, dim: int, sources: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_triton()
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    monkeypatch.setattr(attend, "shared_memory_per_block", lambda device: 227 << 10)
+    graph = trace_training_on_cuda(sources, heads=heads, dim=dim, dtype=dtype)
+    results = [(example_of(r).shape, example_of(r).dtype) for r in output_of(graph) if r is not None]
+    assert dict(Attend().run(graph).fired) == {"csa2::attend": 1, "csa2::attend_backward": 1}
+    graph.lint()
+    assert targets(graph).count(triton_kernel_wrapper_mutation) == 1 + 3
+    assert not {csa2.attend.default, csa2.attend_backward.default} & set(targets(graph))
+    assert [(example_of(r).shape, example_of(r).dtype) for r in output_of(graph)] == results
+
+
+def output_of(graph: fx.Graph) -> Any:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return output.args[0]
 
 
 # What the attention pass recognizes.
