@@ -31,7 +31,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from attention_parts import AGREEMENT, CORE, ERROR, Call, Inputs, Part, core_kernel, inlined, make_inputs, make_parts
+from attention_parts import (
+    AGREEMENT,
+    CORE,
+    ERROR,
+    Call,
+    Inputs,
+    Part,
+    core_kernel,
+    hopper_core,
+    inlined,
+    make_inputs,
+    make_parts,
+)
 from flops import attention_flops
 from rich.console import Console
 from rich.table import Table
@@ -245,6 +257,9 @@ def measure_waits(inputs: Inputs, repeats: int) -> list[Wait]:
     device = inputs.q.device
     calls = {name: core_kernel(changed) for name, changed in waiting_inputs(inputs).items()}
     counts = {name: filled(changed) for name, changed in waiting_inputs(inputs).items()}
+    for name, changed in waiting_inputs(inputs).items():
+        for kernel, call in hopper_core(changed).items():
+            calls[f"{kernel}, {name}"], counts[f"{kernel}, {name}"] = call, counts[name]
     reasons: dict[str, str] = {}
     base = core_kernel(inputs)
     for heads, slots, num_warps, num_stages in _TILES:

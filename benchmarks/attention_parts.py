@@ -17,6 +17,7 @@ from csa2_compiled.passes.inductor import (
     register_own_buffer_lowering,
     require_known_torch,
     shared_memory_per_block,
+    why_no_gluon_for_hopper,
 )
 from csa2_compiled.rope import RotaryEmbedding, apply_rope_body
 from csa2_compiled.sparse_attention import sparse_attention
@@ -202,8 +203,8 @@ def make_kernels(inputs: Inputs) -> dict[str, dict[str, Call]]:
 
     blocks = cfg.candidate_topk_blocks, cfg.candidate_block_size
     return {
-        CORE: {"kernel": core_kernel(inputs)},
-        TURNED_CORE: {"kernel": core_kernel(inputs, turned=True)},
+        CORE: {"kernel": core_kernel(inputs)} | hopper_core(inputs),
+        TURNED_CORE: {"kernel": core_kernel(inputs, turned=True)} | hopper_core(inputs, turned=True),
         SCORES: {
             "kernel": partial(score_kernels.index_scores, *indexer, write_invisible=False),
             "kernel, -inf written": partial(score_kernels.index_scores, *indexer),
@@ -230,6 +231,17 @@ def core_kernel(inputs: Inputs, turned: bool = False) -> Call:
         rotate_output=turned,
         tiles=choose_tiles(tokens, heads, dim, i.q.element_size(), slots, *memory),
     )
+
+
+def hopper_core(inputs: Inputs, turned: bool = False) -> dict[str, Call]:
+    """The same in Gluon, where the device and Triton have it."""
+    i = inputs
+    if i.q.device.type != "cuda" or why_no_gluon_for_hopper(i.q.device) is not None:
+        return {}
+    from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
+
+    sources = (i.window_kv, i.recent, i.compressed_kv, i.topk_indices)
+    return {"Hopper kernel": partial(hopper_attention, i.q, i.sink, *sources, i.rotations, turned, turned)}
 
 
 def inlined(call: Call) -> Call:

@@ -14,6 +14,8 @@ after::
     %out = call_function aten.empty([1, 4096, 64, 512])
     call_function triton_kernel_wrapper_mutation(sparse_attention_kernel, %projected, %window_kv, ..., %out)
 
+The released shapes on Hopper take the kernel of `hopper_attention` instead, which is one opaque op.
+
 The kernel knows one score mod, the sink, and one mask, the filled slots. FlexAttention calls with any other mod
 are left as they are, so that whoever changes the attention in Python gets what they wrote.
 """
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from csa2_compiled.passes.inductor import shared_memory_per_block
+from csa2_compiled.passes.inductor import shared_memory_per_block, why_no_gluon_for_hopper
 from csa2_compiled.passes.manager import CompilerPass, PassReport
 from csa2_compiled.passes.rewrite import (
     FLOAT_DTYPES,
@@ -36,7 +38,9 @@ from csa2_compiled.passes.rewrite import (
 )
 
 _NAME = "flex_attention"
+_HOPPER = "csa2::hopper_attention"
 _MANY_TOKENS = 4096  # where their number is not known while compiling
+_HOPPER_TOKENS = 64  # with fewer, splits of a token's slots fill the device better
 aten, csa2 = torch.ops.aten, torch.ops.csa2
 
 
@@ -78,7 +82,12 @@ class KVGather(CompilerPass):
                 except _NoMatchError as error:
                     report.decline(_NAME, str(error))
                     continue
-                _rewrite(graph, match)
+                reason = _why_not_hopper(match)
+                if reason is None:
+                    report.fire(_HOPPER)
+                else:
+                    report.decline(_HOPPER, reason)
+                _rewrite(graph, match, on_hopper=reason is None)
                 report.fire(_NAME)
                 for _ in match.sources:
                     report.fire("csa2::gather_kv")
@@ -149,9 +158,8 @@ def _tiles(match: _Match) -> Any:
     from csa2_compiled.passes.kernels.sparse_attention import choose_tiles
 
     q, indices = example_of(match.q), [example_of(indices) for _, indices in match.sources]
-    tokens = indices[0].shape[0] * indices[0].shape[1]
     return choose_tiles(
-        tokens if isinstance(tokens, int) else _MANY_TOKENS,
+        _num_tokens(match),
         match.heads,
         match.dim,
         q.element_size(),
@@ -160,8 +168,32 @@ def _tiles(match: _Match) -> Any:
     )
 
 
-def _rewrite(graph: fx.Graph, match: _Match) -> None:
+def _num_tokens(match: _Match) -> int:
+    indices = example_of(match.sources[0][1])
+    tokens = indices.shape[0] * indices.shape[1]
+    return tokens if isinstance(tokens, int) else _MANY_TOKENS
+
+
+def _why_not_hopper(match: _Match) -> str | None:
+    """Why the Gluon kernel does not serve this call."""
+    q = example_of(match.q)
+    rotary = 0 if match.rotations is None else 2 * example_of(match.rotations).shape[2]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel does not take {q.dtype}"
+    if match.dim != 512 or match.heads % 64 != 0:
+        return f"{match.heads} heads of {match.dim} channels; the kernel takes multiples of 64, of 512"
+    if rotary not in (0, 2, 4, 8, 16, 32, 64, 128, 256):
+        return f"RoPE turns {rotary} channels; the kernel takes powers of two up to 256"
+    if _num_tokens(match) < _HOPPER_TOKENS:
+        return f"fewer than {_HOPPER_TOKENS} tokens"
+    return why_no_gluon_for_hopper(q.device)
+
+
+def _rewrite(graph: fx.Graph, match: _Match, on_hopper: bool) -> None:
     from csa2_compiled.passes.kernels.sparse_attention import sparse_attention
+
+    if on_hopper:
+        from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
 
     heads, dim, tiles = match.heads, match.dim, _tiles(match)
     rotate_q, rotate_output = match.rotate_q, match.rotate_output
@@ -176,18 +208,14 @@ def _rewrite(graph: fx.Graph, match: _Match) -> None:
         topk_indices: Tensor | None = None,
     ) -> Tensor:
         batch, tokens = window_indices.shape[:2]
-        out = sparse_attention(
-            q.reshape(batch, tokens, heads, dim),
-            sink,
-            window_kv,
-            window_indices,
-            compressed_kv,
-            topk_indices,
-            rotations,
-            rotate_q=rotate_q,
-            rotate_output=rotate_output,
-            tiles=tiles,
-        )
+        q = q.reshape(batch, tokens, heads, dim)
+        sources = (window_kv, window_indices, compressed_kv, topk_indices)
+        if on_hopper:
+            out = hopper_attention(q, sink, *sources, rotations, rotate_q, rotate_output)
+        else:
+            out = sparse_attention(
+                q, sink, *sources, rotations, rotate_q=rotate_q, rotate_output=rotate_output, tiles=tiles
+            )
         return out if rotate_output else out.flatten(0, 1).unsqueeze(1)  # FlexAttention's rows are tokens
 
     tensors = [tensor for source in match.sources for tensor in source]
