@@ -17,12 +17,14 @@ after::
 The last three repeat for each chunk of queries.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from csa2_compiled.passes.inductor import shared_memory_per_block
+from csa2_compiled.passes.kv_gather import why_not_hopper
 from csa2_compiled.passes.rewrite import (
     FLOAT_DTYPES,
     NodePass,
@@ -53,8 +55,12 @@ class Attend(NodePass):
         return None
 
     def rewrite(self, graph: fx.Graph, node: Any) -> list[str]:
-        body = _forward if node.target is csa2.attend.default else _backward
         tiles = _tiles(node)
+        body: Callable[..., Any] = _backward
+        if node.target is csa2.attend.default:
+            q = example_of(_query(node))
+            batch, tokens, heads, dim = q.shape
+            body = _forward if why_not_hopper(q, heads, dim, batch * tokens) else _forward_on_hopper
         replace_by_trace(graph, node, lambda *arguments: body(tiles, *arguments), all_arguments(node))
         return [node.target.name()]
 
@@ -92,6 +98,12 @@ def _forward(tiles: Any, q: Tensor, sink: Tensor, *sources: Tensor | None) -> tu
 
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     return sparse_attention(q, sink, *sources, logsumexp=logsumexp, tiles=tiles), logsumexp
+
+
+def _forward_on_hopper(_: Any, q: Tensor, sink: Tensor, *sources: Tensor | None) -> tuple[Tensor, Tensor]:
+    from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
+
+    return hopper_attention(q, sink, *sources, None, False, False)
 
 
 def _backward(tiles: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

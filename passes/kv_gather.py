@@ -38,7 +38,7 @@ from csa2_compiled.passes.rewrite import (
 )
 
 _NAME = "flex_attention"
-_HOPPER = "csa2::hopper_attention"
+HOPPER = "csa2::hopper_attention"
 _MANY_TOKENS = 4096  # where their number is not known while compiling
 _HOPPER_TOKENS = 64  # with fewer, splits of a token's slots fill the device better
 aten, csa2 = torch.ops.aten, torch.ops.csa2
@@ -84,9 +84,9 @@ class KVGather(CompilerPass):
                     continue
                 reason = _why_not_hopper(match)
                 if reason is None:
-                    report.fire(_HOPPER)
+                    report.fire(HOPPER)
                 else:
-                    report.decline(_HOPPER, reason)
+                    report.decline(HOPPER, reason)
                 _rewrite(graph, match, on_hopper=reason is None)
                 report.fire(_NAME)
                 for _ in match.sources:
@@ -175,16 +175,20 @@ def _num_tokens(match: _Match) -> int:
 
 
 def _why_not_hopper(match: _Match) -> str | None:
-    """Why the Gluon kernel does not serve this call."""
     q = example_of(match.q)
     rotary = 0 if match.rotations is None else 2 * example_of(match.rotations).shape[2]
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernel does not take {q.dtype}"
-    if match.dim != 512 or match.heads % 64 != 0:
-        return f"{match.heads} heads of {match.dim} channels; the kernel takes multiples of 64, of 512"
     if rotary not in (0, 2, 4, 8, 16, 32, 64, 128, 256):
         return f"RoPE turns {rotary} channels; the kernel takes powers of two up to 256"
-    if _num_tokens(match) < _HOPPER_TOKENS:
+    return why_not_hopper(q, match.heads, match.dim, _num_tokens(match))
+
+
+def why_not_hopper(q: Tensor, heads: int, dim: int, tokens: int) -> str | None:
+    """Why the Gluon kernel does not serve `tokens` queries of a dtype and device like q's; None when it does."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel does not take {q.dtype}"
+    if dim != 512 or heads % 64 != 0:
+        return f"{heads} heads of {dim} channels; the kernel takes multiples of 64, of 512"
+    if tokens < _HOPPER_TOKENS:
         return f"fewer than {_HOPPER_TOKENS} tokens"
     return why_no_gluon_for_hopper(q.device)
 
@@ -211,7 +215,7 @@ def _rewrite(graph: fx.Graph, match: _Match, on_hopper: bool) -> None:
         q = q.reshape(batch, tokens, heads, dim)
         sources = (window_kv, window_indices, compressed_kv, topk_indices)
         if on_hopper:
-            out = hopper_attention(q, sink, *sources, rotations, rotate_q, rotate_output)
+            out, _ = hopper_attention(q, sink, *sources, rotations, rotate_q, rotate_output)
         else:
             out = sparse_attention(
                 q, sink, *sources, rotations, rotate_q=rotate_q, rotate_output=rotate_output, tiles=tiles

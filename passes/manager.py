@@ -6,6 +6,7 @@ FX graph cache keeps working and never serves a graph of other sources.
 """
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,11 +41,15 @@ class CompilerPass(ABC):
 
 
 class PassManager:
-    """Runs passes in order over every graph that Inductor compiles, and keeps their reports."""
+    """Runs passes in order over every graph that Inductor compiles, and keeps their reports.
+
+    seconds: spent in each pass so far.
+    """
 
     def __init__(self, passes: Sequence[CompilerPass], sources: Iterable[Path]) -> None:
         self.passes = tuple(passes)
         self.reports: list[tuple[PassReport, ...]] = []
+        self.seconds = dict.fromkeys(self.names, 0.0)
         digest = hashlib.sha256("+".join(self.names).encode())
         for source in sorted(sources):
             digest.update(source.read_bytes())
@@ -55,11 +60,18 @@ class PassManager:
         return tuple(compiler_pass.name for compiler_pass in self.passes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        reports = tuple(compiler_pass.run(graph) for compiler_pass in self.passes)
+        reports = tuple(self._run(compiler_pass, graph) for compiler_pass in self.passes)
         graph.lint()
         # Inductor also sends the small graphs of mask and score mods, which hold nothing of ours.
         if any(report.fired or report.declined for report in reports):
             self.reports.append(reports)
+
+    def _run(self, compiler_pass: CompilerPass, graph: fx.Graph) -> PassReport:
+        start = time.perf_counter()
+        report = compiler_pass.run(graph)
+        # run_report puts a pass in front of those that it was made with.
+        self.seconds[compiler_pass.name] = self.seconds.get(compiler_pass.name, 0.0) + time.perf_counter() - start
+        return report
 
     def totals(self, first_graph: int = 0) -> tuple[PassReport, ...]:
         """The reports of all graphs, or of those from number `first_graph` on, added up, one a pass."""

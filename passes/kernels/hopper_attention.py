@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from csa2_compiled.passes.kernels.sparse_attention import batch_stride, source_of, source_strides
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
 _HEADS = gl.constexpr(64)
 _TILE = gl.constexpr(64)
 _DIM = gl.constexpr(512)
@@ -49,11 +50,15 @@ def hopper_attention(
     rotations: Tensor | None,
     rotate_q: bool,
     rotate_output: bool,
-) -> Tensor:
-    """[B, S, H, 512] in q's dtype; arguments as in `csa2_compiled.passes.kernels.sparse_attention.sparse_attention`."""
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, H, 512] in q's dtype, and the natural logarithm of the denominators, float32 [B, S, H].
+
+    Arguments as in `csa2_compiled.passes.kernels.sparse_attention.sparse_attention`.
+    """
     batch, tokens, heads, dim = q.shape
     compressed_kv, topk_indices, topk = source_of(compressed_kv, topk_indices)
     out = torch.empty(batch, tokens, heads, dim, dtype=q.dtype, device=q.device)
+    logsumexp = torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device)
     if not (rotate_q or rotate_output):
         rotations = None
     window = window_indices.shape[2]
@@ -66,6 +71,7 @@ def hopper_attention(
         topk_indices,
         rotations,
         out,
+        logsumexp,
         tokens,
         heads,
         window,
@@ -83,12 +89,13 @@ def hopper_attention(
         PADDED_TOPK=triton.next_power_of_2(max(topk, 1)),
         num_warps=_WARPS.value,
     )
-    return out
+    return out, logsumexp
 
 
 @hopper_attention.register_fake
 def _(q, sink, window_kv, window_indices, compressed_kv, topk_indices, rotations, rotate_q, rotate_output):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @gluon.jit
@@ -101,6 +108,7 @@ def hopper_attention_kernel(
     topk_indices_ptr,
     rotations_ptr,
     out_ptr,
+    logsumexp_ptr,
     tokens,
     num_heads,
     window,
@@ -232,6 +240,8 @@ def hopper_attention_kernel(
             _gather(second_tile, kv_ptr, row_stride, second_index, channel)
         async_copy.commit_group()
 
+    rows = place.to(gl.int64) * num_heads + head_of_row
+    gl.store(logsumexp_ptr + rows, (top + gl.log2(total)) * _LN_2)
     values = values / gl.convert_layout(total, gl.SliceLayout(1, value_layout))[:, None]
     head = first_head + gl.arange(0, _HEADS, gl.SliceLayout(1, value_layout))
     channel = gl.arange(0, _DIM, gl.SliceLayout(0, value_layout))

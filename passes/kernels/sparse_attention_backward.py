@@ -37,7 +37,7 @@ from csa2_compiled.passes.kernels.tile_math import dot_float32, round_to
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _HOPPER_SHARED_MEMORY = 227 * 1024
-_WORKSPACE_BYTES = 1_400_000_000
+_WORKSPACE_BYTES = 1_900_000_000
 _SLOT_MULTIPLE = 64  # slots are padded to it, so that any tile divides them
 
 
@@ -47,7 +47,7 @@ class BackwardTiles:
 
     heads, slots, num_warps, num_stages: of the first kernel, as in `SparseAttentionTiles`, logits_once too. row_*: of
     the second, whose programs take row_channels channels of all heads. sum_*: of the third, which loads sum_entries
-    slots at once. queries: in a chunk; None takes as many as a workspace of 1.4 GB holds. narrow_workspace: rounds what
+    slots at once. queries: in a chunk; None takes as many as a workspace of 1.9 GB holds. narrow_workspace: rounds what
     a slot adds to q's dtype, which halves the traffic; sums stay float32.
     """
 
@@ -59,9 +59,9 @@ class BackwardTiles:
     row_slots: int = 64
     row_channels: int = 128
     row_warps: int = 4
-    row_stages: int = 2
-    sum_channels: int = 128
-    sum_entries: int = 32
+    row_stages: int = 1
+    sum_channels: int = 256
+    sum_entries: int = 16
     sum_warps: int = 4
     queries: int | None = None
     narrow_workspace: bool = False
@@ -81,7 +81,7 @@ class BackwardTiles:
 
 # (heads, slots, warps, stages) of the first kernel and (slots, channels, stages) of the second, widest first.
 _TILES = ((64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
-_ROW_TILES = ((64, 128, 2), (64, 64, 1), (32, 32, 1))
+_ROW_TILES = ((64, 128, 1), (64, 64, 1), (32, 32, 1))
 _FLOAT32_TILES, _FLOAT32_ROW_TILES = ((16, 16, 8, 1),), ((16, 64, 1),)  # without tensor cores, wider ones spill
 
 
@@ -294,8 +294,10 @@ def slots_by_row(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     Those of row n stand at bounds[n] to bounds[n + 1], int64 [num_rows + 1].
     """
     named = torch.where(rows >= 0, rows, num_rows).flatten()
+    if num_rows <= torch.iinfo(torch.int16).max:
+        named = named.to(torch.int16)  # half the digits to sort by
     ordered, entries = torch.sort(named, stable=True)
-    return entries, torch.searchsorted(ordered, torch.arange(num_rows + 1, dtype=rows.dtype, device=rows.device))
+    return entries, torch.searchsorted(ordered, torch.arange(num_rows + 1, dtype=named.dtype, device=rows.device))
 
 
 @triton.jit
