@@ -34,6 +34,7 @@ from csa2_compiled.rows import buffers
 
 COPY_BYTES_PER_SECOND = 4.3e12  # one H200
 STACK = "stack"
+_TOKENS_AT_ONCE = 1 << 22  # in a cache of a process that compiles beside others
 # Which layers of the config a row runs; the last one is timed, the others give it its state.
 ROWS = ("window", "full r=2", "full r=1 + candidates", "reindex r=1", "reuse r=1")
 
@@ -152,6 +153,7 @@ def main(
     ),
     repeats: Annotated[int, typer.Option(help="timed runs of each")] = 30,
     output: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
+    compile_ahead: Annotated[bool, typer.Option(help="on cuda: fill the compilers' caches in parallel first")] = True,
     warm_only: Annotated[bool, typer.Option(help="compile into the caches and time nothing")] = False,
     show: Annotated[Path | None, typer.Option(help="print the table of an earlier run's JSON, run nothing")] = None,
 ) -> None:
@@ -163,7 +165,7 @@ def main(
     place = torch.device(device)
     on_gpu = place.type == "cuda"
     cfg, dtype = (CSA2Config.v41_flash(), torch.bfloat16) if on_gpu else (CSA2Config.tiny(), torch.float32)
-    if on_gpu and not warm_only:
+    if on_gpu and compile_ahead and not warm_only:
         compile_in_parallel(rows, batches, contexts)
     results: list[Row] = []
     path = output or REPOSITORY / "benchmarks" / "results" / f"{'h200' if on_gpu else 'cpu'}-decode.json"
@@ -191,13 +193,23 @@ def main(
 
 
 def compile_in_parallel(rows: str, batches: str, contexts: str) -> None:
-    """Fill the compilers' caches, a process for each layer and batch, so that the timed process compiles little."""
-    command = [sys.executable, __file__, "--warm-only", "--contexts", contexts]
+    """Fill the compilers' caches, so that the timed process compiles little.
+
+    A process for each layer and batch; the largest caches, of which few fit at once, come one after the other in one.
+    """
+    command = [sys.executable, __file__, "--warm-only"]
     layers = [name for name in rows.split(",") if name != STACK]
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    jobs: list[tuple[str, str, str]] = []  # rows, batches, contexts
+    for batch in batches.split():
+        small = [context for context in contexts.split() if int(context) * int(batch) <= _TOKENS_AT_ONCE]
+        jobs += [(name, batch, " ".join(small)) for name in layers if small]
+        jobs += [(",".join(layers), batch, context) for context in contexts.split() if context not in small]
     processes = [
-        subprocess.Popen([*command, "--batches", batch, "--rows", name], env=environment)
-        for batch, name in product(batches.split(), layers)
+        subprocess.Popen(
+            [*command, "--rows", names, "--batches", batch, "--contexts", lengths],
+            env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+        for names, batch, lengths in jobs
     ]
     print(f"compiling in {len(processes)} processes at once; times come from this process alone")
     failed = [process.args for process in processes if process.wait() != 0]
