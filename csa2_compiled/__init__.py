@@ -4,6 +4,7 @@ from csa2_compiled.attention import CSA2Attention
 from csa2_compiled.cache import CSA2Cache
 from csa2_compiled.checkpoint import CheckpointError, load_attention, save_attention
 from csa2_compiled.checkpointing import checkpoint_block, selective_contexts
+from csa2_compiled.compile_cache import CompileCacheError, load_compile_cache, save_compile_cache
 from csa2_compiled.compiled import CompiledModel, compile_model
 from csa2_compiled.config import ConfigError, CSA2Config, LayerRole
 from csa2_compiled.decode import DecodeStep
@@ -28,6 +29,7 @@ __all__ = [
     "CSA2Output",
     "CSA2State",
     "CheckpointError",
+    "CompileCacheError",
     "CompiledModel",
     "ConfigError",
     "DecodeStep",
@@ -45,12 +47,14 @@ __all__ = [
     "evaluate",
     "generate",
     "load_attention",
+    "load_compile_cache",
     "load_demo_model",
     "load_model",
     "load_state",
     "prefill",
     "sample",
     "save_attention",
+    "save_compile_cache",
     "save_model",
     "save_state",
     "selective_contexts",
