@@ -56,6 +56,16 @@ def make_console(stderr: bool = False) -> Console:
     return console
 
 
+def check_output(argument: str, path: Path) -> None:
+    """Raise BadArgumentError for a file that cannot be written, before the work whose result it is to hold."""
+    if path.is_dir():
+        raise BadArgumentError(argument, f"{path} is a directory; a file name is needed")
+    if not path.parent.is_dir():
+        raise BadArgumentError(argument, f"{path.parent} is no directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadArgumentError(argument, f"{path} cannot be written")
+
+
 def _fail(command: str, error: Exception, code: int) -> NoReturn:
     typer.echo(f"csa2 {command}: {' '.join(str(error).split())}", err=True)
     raise typer.Exit(code)

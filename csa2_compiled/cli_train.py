@@ -65,6 +65,15 @@ def train(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute activations again instead of keeping them.")
     ] = False,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Train the indexers too, to score positions as the attention does.")
+    ] = False,
+    distill_warmup: Annotated[
+        int, typer.Option(help="First steps, in which they are compared over all positions.", metavar="N")
+    ] = TrainConfig.distill_warmup,
+    distill_weight: Annotated[
+        float, typer.Option(help="Of that loss beside the other.", metavar="X")
+    ] = TrainConfig.distill_weight,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
 ) -> None:
     """Train a byte-level model on text files, with checkpoints that --resume goes on from bit for bit.
@@ -90,6 +99,9 @@ def train(
                 dtype=dtype,
                 compile=compile_,
                 checkpointing=checkpointing,
+                distill=distill,
+                distill_warmup=distill_warmup,
+                distill_weight=distill_weight,
             )
             trainer = _make_trainer(settings, config, device, text, os.fsencode(document_separator), out, resume)
         except (TrainConfigError, TrainDataError) as error:
@@ -207,7 +219,9 @@ def _progress(trainer: Trainer) -> Iterator[training.OnStep]:
             nonlocal validation
             if report.val_bits_per_byte is not None:
                 validation = f", validation {report.val_bits_per_byte:.3f} bits/byte"
-            figures = f"loss {report.loss:.4f}, lr {report.lr:.2e}, {report.bytes_per_second:.0f} tokens/s{validation}"
+            distilled = report.distillation_loss
+            losses = f"loss {report.loss:.4f}" + ("" if distilled is None else f", distillation {distilled:.4f}")
+            figures = f"{losses}, lr {report.lr:.2e}, {report.bytes_per_second:.0f} tokens/s{validation}"
             progress.update(task, completed=report.step, description=figures)
             if not console.is_terminal and (report.step == first or report.val_bits_per_byte is not None):
                 console.print(f"Step {report.step} of {trainer.cfg.steps}: {figures}")

@@ -13,6 +13,7 @@ without a gradient. Stage "dense", for the warm-up, has all visible positions an
 stage "sparse" has the selected ones. Only the indexer's parameters get a gradient: what goes into it is detached.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from csa2_compiled import masks, ops
 from csa2_compiled.attention import CSA2Attention
-from csa2_compiled.config import LayerRole
+from csa2_compiled.config import CSA2Config, LayerRole
 from csa2_compiled.indexer_math import positions_visible
 from csa2_compiled.matmul import matmul_float32
 from csa2_compiled.model import CSA2Block, RunBlock
@@ -31,6 +32,7 @@ from csa2_compiled.state import CSA2Output, CSA2State, Publication
 from csa2_compiled.tokens import CSA2InputError, Tokens
 
 Stage = Literal["dense", "sparse"]
+_CHUNK_VALUES = 2**27
 
 
 def enable_distillation(model: nn.Module, enabled: bool = True) -> None:
@@ -41,6 +43,16 @@ def enable_distillation(model: nn.Module, enabled: bool = True) -> None:
     for layer in model.modules():
         if isinstance(layer, CSA2Attention) and hasattr(layer, "indexer"):
             layer.indexer.requires_grad_(enabled)
+
+
+def chunk_size_for(cfg: CSA2Config, batch_size: int, seq_len: int) -> int:
+    """Queries at a time for which one tensor of the dense stage takes at most half a GiB; at least one.
+
+    The largest has a float32 value a row, query, head and compressed position.
+    """
+    ratio = min((ratio for ratio in cfg.compress_ratios if ratio), default=1)
+    heads = max(cfg.num_attention_heads, cfg.index_n_heads)
+    return max(1, min(seq_len, _CHUNK_VALUES // (batch_size * heads * max(1, seq_len // ratio))))
 
 
 class DistillationLosses:
@@ -98,21 +110,13 @@ def distillation_loss(
     x = x.detach()
     rotations = layer.rotary(tokens.positions)
     with torch.no_grad():
-        q_latent = layer.q_norm(layer.wq_a(x))
-        target = _Target(
-            layer,
-            q_latent,
-            rotations,
-            layer.window_kv(x, rotations),
-            masks.window_indices(x.shape[1], layer.cfg.sliding_window, x.device, tokens.starts),
-            read_rows(publication.compressed_kv),
-        )
+        target = _target(layer, x, publication, tokens, rotations)
         latent = layer.compressor(x) if layer.role is LayerRole.FULL else None
     if latent is None:
         index_keys = read_rows(publication.index_keys)
     else:
         index_keys = layer.indexer.keys(latent, layer.rotary(tokens.compressed_positions(layer.ratio)))
-    index_q, weights = layer.indexer.queries(x, q_latent, rotations)
+    index_q, weights = layer.indexer.queries(x, target.q_latent, rotations)
     start, stop = (bound.expand(x.shape[0], -1) for bound in tokens.visible_range(layer.ratio))
     picks = None
     if stage == "sparse":  # positions are counted among the picks, which are ascending with -1 behind them
@@ -120,6 +124,36 @@ def distillation_loss(
         start, stop = torch.zeros_like(start), (picks >= 0).sum(-1).to(torch.int32)
     compared = _Compared(target, picks, start, stop, chunk_size)
     return _MeanDivergence.apply(index_q, index_keys, weights, compared)
+
+
+@torch.no_grad()
+def dense_attention(
+    layer: CSA2Attention, x: Tensor, state: CSA2State, tokens: Tokens, chunk_size: int = 128
+) -> Iterator[tuple[slice, Tensor]]:
+    """What an index source's attention would give to each visible compressed position if it attended to all of them.
+
+    Arguments as in `distillation_loss`. Yields, chunk_size queries at a time, which queries they are and the logarithms
+    of their probabilities, summed over heads and normalized over visible positions: [B, n, T] in float32 or wider,
+    -inf where not visible, NaN for a query that sees none. Raises CSA2InputError as `distillation_loss` does.
+    """
+    _check("dense", chunk_size)
+    target = _target(layer, x, _publication(layer, state), tokens, layer.rotary(tokens.positions))
+    start, stop = (bound.expand(x.shape[0], -1) for bound in tokens.visible_range(layer.ratio))
+    for first in range(0, x.shape[1], chunk_size):
+        queries = slice(first, first + chunk_size)
+        visible = positions_visible(target.compressed_kv.shape[1], start[:, queries], stop[:, queries])
+        yield queries, target.log_probabilities(queries, None, visible)
+
+
+def _target(layer: CSA2Attention, x: Tensor, publication: Publication, tokens: Tokens, rotations: Tensor) -> "_Target":
+    return _Target(
+        layer,
+        layer.q_norm(layer.wq_a(x)),
+        rotations,
+        layer.window_kv(x, rotations),
+        masks.window_indices(x.shape[1], layer.cfg.sliding_window, x.device, tokens.starts),
+        read_rows(publication.compressed_kv),
+    )
 
 
 @dataclass(frozen=True)

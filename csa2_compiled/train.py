@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from csa2_compiled.checkpoint import CheckpointError
 from csa2_compiled.checkpointing import checkpoint_block
-from csa2_compiled.compiled import compile_model
-from csa2_compiled.model import CSA2ForCausalLM
+from csa2_compiled.compiled import CompiledModel, compile_model
+from csa2_compiled.distillation import DistillationLosses, chunk_size_for, enable_distillation
+from csa2_compiled.model import CSA2ForCausalLM, RunBlock
 from csa2_compiled.model_files import WEIGHTS_NAME, check_tensors, copy_in_dtype, copy_parameters, save_model
 from csa2_compiled.tokens import group_alignment
 from csa2_compiled.train_checkpoint import (
@@ -58,7 +59,9 @@ class TrainConfig:
     growth; a cosine takes it to min_lr_ratio * lr at the last step. weight_decay: of matrices only. grad_clip: norm of
     all gradients together, 0 for no limit. val_fraction: share of windows held out. val_every, save_every: in steps,
     0 for the end only. dtype: that the model computes in; parameters and the optimizer stay float32. compile: see
-    `compile_model`. checkpointing: see `checkpoint_block`.
+    `compile_model`. checkpointing: see `checkpoint_block`. distill: train the indexers too, by the loss that
+    `DistillationLosses` adds, distill_weight times; the first distill_warmup steps in its stage "dense", the others in
+    "sparse".
     """
 
     steps: int
@@ -76,25 +79,32 @@ class TrainConfig:
     dtype: str = "float32"
     compile: bool = False
     checkpointing: bool = False
+    distill: bool = False
+    distill_warmup: int = 1000
+    distill_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_size": 1, "seq_len": 2, "warmup": 0, "val_every": 0, "save_every": 0, "seed": 0}
-        for name, minimum in least.items():
+        least = {"steps": 1, "batch_size": 1, "seq_len": 2}
+        may_be_zero = ("warmup", "val_every", "save_every", "seed", "distill_warmup")
+        for name, minimum in {**least, **dict.fromkeys(may_be_zero, 0)}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**63:
                 self._refuse(name, f"an integer of at least {minimum}")
-        for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip", "val_fraction"):
+        for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip", "val_fraction", "distill_weight"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
                 self._refuse(name, "a finite number of at least 0")
-        if self.lr == 0:
-            self._refuse("lr", "a number above 0")
+        for name in ("lr", "distill_weight"):
+            if getattr(self, name) == 0:
+                self._refuse(name, "a number above 0")
         if self.min_lr_ratio > 1:
             self._refuse("min_lr_ratio", "a number from 0 to 1")
         if self.val_fraction >= 1:
             self._refuse("val_fraction", "a number from 0 to below 1")
         if self.dtype not in DTYPES:
             self._refuse("dtype", " or ".join(DTYPES))
+        if not isinstance(self.distill, bool):
+            self._refuse("distill", "True or False")
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, the first being 0."""
@@ -111,7 +121,8 @@ class TrainConfig:
 @dataclass(frozen=True)
 class StepReport:
     """One step. step: 1 for the first. loss: mean over the predicted bytes, in nats. grad_norm: before clipping.
-    num_bytes: of text, pads left out; seconds: without validation and saving. val_bits_per_byte: None without one."""
+    num_bytes: of text, pads left out; seconds: without validation and saving. val_bits_per_byte: None without one.
+    distillation_loss: of all indexers together, in nats a query, unweighted and no part of loss; None without it."""
 
     step: int
     epoch: int
@@ -121,6 +132,7 @@ class StepReport:
     num_bytes: int
     seconds: float
     val_bits_per_byte: float | None = None
+    distillation_loss: float | None = None
 
     @property
     def bytes_per_second(self) -> float:
@@ -158,7 +170,11 @@ class Trainer:
         longest = model.cfg.max_position_embeddings
         if cfg.seq_len > longest:
             raise TrainConfigError("seq_len", f"it is {cfg.seq_len}; the model takes up to {longest} tokens")
+        if cfg.distill and not model.cfg.index_source_layer_ids:
+            raise TrainConfigError("distill", "it is True; the model has no layer that selects, so it must be False")
         self.model, self.cfg, self.out = model.train(), cfg, Path(out)
+        if cfg.distill:
+            enable_distillation(model)
         alignment = group_alignment(model.cfg.compress_ratios)
         self.data = TrainData(documents, cfg.seq_len, alignment, cfg.seed, cfg.val_fraction)
         self.position = Position()
@@ -177,12 +193,14 @@ class Trainer:
         begin = time.perf_counter()
         lr = self.cfg.learning_rate(self.steps_done)
         batch, after = self.data.batch(self.position, self.cfg.batch_size)
-        loss = self._backward(batch.to(self.device))
+        loss, distillation_loss = self._backward(batch.to(self.device))
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = nn.utils.clip_grad_norm_(trained, self.cfg.grad_clip or math.inf)
-        if not (math.isfinite(loss) and bool(norm.isfinite())):
+        if not (math.isfinite(loss) and math.isfinite(distillation_loss or 0.0) and bool(norm.isfinite())):
             self.optimizer.zero_grad()
-            raise TrainingError(f"step {self.steps_done + 1} has loss {loss} and a gradient of norm {norm.item()}")
+            distilled = "" if distillation_loss is None else f", distillation loss {distillation_loss}"
+            problem = f"has loss {loss}{distilled} and a gradient of norm {norm.item()}"
+            raise TrainingError(f"step {self.steps_done + 1} {problem}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -191,7 +209,8 @@ class Trainer:
         epoch, self.position = self.position.epoch, after
         self.steps_done += 1
         seconds = time.perf_counter() - begin
-        return StepReport(self.steps_done, epoch, loss, lr, norm.item(), batch.num_bytes, seconds)
+        figures = (self.steps_done, epoch, loss, lr, norm.item(), batch.num_bytes, seconds)
+        return StepReport(*figures, distillation_loss=distillation_loss)
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -234,18 +253,35 @@ class Trainer:
             return compile_model(self._computing, regional=True, dynamic=False, run_block=run_block)
         return partial(self._computing, run_block=run_block)
 
-    def _backward(self, batch: Batch) -> float:
-        """Leave the gradients of the mean loss in the float32 parameters, and return that loss."""
+    def _distillation(self) -> DistillationLosses | None:
+        """What collects the next step's distillation losses, around the blocks as `_forward` runs them."""
+        cfg = self.cfg
+        if not cfg.distill:
+            return None
+        inner: RunBlock | None = checkpoint_block if cfg.checkpointing else None
+        if isinstance(self._forward, CompiledModel):
+            inner = self._forward.run_block
+        chunk_size = chunk_size_for(self.model.cfg, cfg.batch_size, cfg.seq_len)
+        return DistillationLosses("dense" if self.steps_done < cfg.distill_warmup else "sparse", chunk_size, inner)
+
+    def _backward(self, batch: Batch) -> tuple[float, float | None]:
+        """Leave the gradients in the float32 parameters; returns the mean loss and the distillation loss."""
         targets = batch.targets
         count = max(1, int((targets != IGNORED).sum()))
-        logits = self._forward(batch.input_ids, document_ids=batch.document_ids)
+        distillation = self._distillation()
+        if distillation is None:
+            logits = self._forward(batch.input_ids, document_ids=batch.document_ids)
+        else:
+            run_block = distillation.run_block
+            logits = self._computing(batch.input_ids, document_ids=batch.document_ids, run_block=run_block)
         loss = summed_loss(logits, targets) / count
-        loss.backward()
+        distilled = None if distillation is None else distillation.total()
+        (loss if distilled is None else loss + self.cfg.distill_weight * distilled).backward()
         if self._computing is not self.model:
             for parameter, computed in zip(self.model.parameters(), self._computing.parameters(), strict=True):
                 if computed.grad is not None:
                     parameter.grad, computed.grad = computed.grad.to(parameter.dtype), None
-        return loss.item()
+        return loss.item(), None if distilled is None else distilled.item()
 
     def _take_over_parameters(self) -> None:
         if self._computing is not self.model:

@@ -148,18 +148,24 @@ class TrainData:
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """The held-out windows, always the same; the last batch is filled up with rows of pads."""
-        lengths = [len(window) for window in self.val_windows]
-        rows = [[self.val_windows[i] for i in row] for row in pack(lengths, self.seq_len, self.alignment)]
+        return self.batches_of(self.val_windows, batch_size)
+
+    def batches_of(self, windows: Sequence[Window], batch_size: int) -> Iterator[Batch]:
+        """Some windows once, packed; the last batch is filled up with rows of pads."""
+        rows = self._pack(windows)
         for first in range(0, len(rows), batch_size):
             yield self._batch(rows[first : first + batch_size], batch_size)
 
     def _pack_epoch(self, epoch: int) -> list[list[Window]]:
         order = random.Random(f"{self.seed} epoch {epoch}")
         windows = order.sample(self.train_windows, len(self.train_windows))
-        lengths = [len(window) for window in windows]
-        rows = [[windows[i] for i in row] for row in pack(lengths, self.seq_len, self.alignment)]
+        rows = self._pack(windows)
         order.shuffle(rows)
         return rows
+
+    def _pack(self, windows: Sequence[Window]) -> list[list[Window]]:
+        lengths = [len(window) for window in windows]
+        return [[windows[i] for i in row] for row in pack(lengths, self.seq_len, self.alignment)]
 
     def _held_out(self, windows: list[Window], val_fraction: float) -> set[int]:
         """Indices of the validation windows. Of those with two bytes or more, one remains for training."""

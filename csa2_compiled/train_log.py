@@ -11,8 +11,8 @@ from csa2_compiled.train import StepReport
 class TrainLog:
     """Appends steps to a file, each flushed: a checkpoint never has a step that the log misses.
 
-    Keys: step, epoch, loss (nats a byte), lr, grad_norm, bytes, seconds, bytes_per_second; val_bits_per_byte where
-    there was a validation.
+    Keys: step, epoch, loss (nats a byte), lr, grad_norm, bytes, seconds, bytes_per_second; distillation_loss (nats a
+    query) of a run that distills; val_bits_per_byte where there was a validation.
     """
 
     def __init__(self, path: Path, steps_done: int) -> None:
@@ -41,6 +41,8 @@ def _record(report: StepReport) -> dict[str, Any]:
         "seconds": round(report.seconds, 6),
         "bytes_per_second": round(report.bytes_per_second, 1),
     }
+    if report.distillation_loss is not None:
+        values["distillation_loss"] = report.distillation_loss
     if report.val_bits_per_byte is not None:
         values["val_bits_per_byte"] = report.val_bits_per_byte
     return values
