@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from csa2_compiled.passes.inductor import shared_memory_per_block
-from csa2_compiled.passes.kv_gather import why_not_hopper
+from csa2_compiled.passes.kv_gather import hopper_attention, why_not_hopper
 from csa2_compiled.passes.rewrite import (
     FLOAT_DTYPES,
     NodePass,
@@ -101,8 +101,6 @@ def _forward(tiles: Any, q: Tensor, sink: Tensor, *sources: Tensor | None) -> tu
 
 
 def _forward_on_hopper(_: Any, q: Tensor, sink: Tensor, *sources: Tensor | None) -> tuple[Tensor, Tensor]:
-    from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
-
     return hopper_attention(q, sink, *sources, None, False, False)
 
 

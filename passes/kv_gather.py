@@ -44,6 +44,41 @@ _HOPPER_TOKENS = 64  # with fewer, splits of a token's slots fill the device bet
 aten, csa2 = torch.ops.aten, torch.ops.csa2
 
 
+# Registered here and not beside the kernel: a graph from a cache calls it without any pass having run.
+@torch.library.custom_op("csa2::hopper_attention", mutates_args=(), device_types="cuda")
+def hopper_attention(
+    q: Tensor,
+    sink: Tensor,
+    window_kv: Tensor,
+    window_indices: Tensor,
+    compressed_kv: Tensor | None,
+    topk_indices: Tensor | None,
+    rotations: Tensor | None,
+    rotate_q: bool,
+    rotate_output: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `csa2_compiled.passes.kernels.hopper_attention.hopper_attention`."""
+    from csa2_compiled.passes.kernels import hopper_attention as kernel
+
+    sources = (window_kv, window_indices, compressed_kv, topk_indices)
+    return kernel.hopper_attention(q, sink, *sources, rotations, rotate_q, rotate_output)
+
+
+@hopper_attention.register_fake
+def _(
+    q: Tensor,
+    sink: Tensor,
+    window_kv: Tensor,
+    window_indices: Tensor,
+    compressed_kv: Tensor | None,
+    topk_indices: Tensor | None,
+    rotations: Tensor | None,
+    rotate_q: bool,
+    rotate_output: bool,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 @dataclass
 class _Match:
     """What the kernel needs of one FlexAttention call; last: the node whose value it makes.
@@ -195,9 +230,6 @@ def why_not_hopper(q: Tensor, heads: int, dim: int, tokens: int) -> str | None:
 
 def _rewrite(graph: fx.Graph, match: _Match, on_hopper: bool) -> None:
     from csa2_compiled.passes.kernels.sparse_attention import sparse_attention
-
-    if on_hopper:
-        from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
 
     heads, dim, tiles = match.heads, match.dim, _tiles(match)
     rotate_q, rotate_output = match.rotate_q, match.rotate_output

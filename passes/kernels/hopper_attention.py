@@ -8,7 +8,7 @@ rotations and rounding are as in `sparse_attention`, except that weights are rou
 128 slots instead of 64.
 
 Inductor of the known versions cannot write a Gluon kernel into its code, so a launch is one opaque op,
-`csa2::hopper_attention`.
+`csa2::hopper_attention` (see `csa2_compiled.passes.kv_gather`).
 
 Needs: compute capability 9.0; q and both sources of one dtype, bfloat16 or float16; 512 channels, the last 0 to 256 of
 them turned, a power of two; a multiple of 64 heads; otherwise what `sparse_attention` needs.
@@ -39,7 +39,6 @@ _DIM = gl.constexpr(512)
 _WARPS = gl.constexpr(8)
 
 
-@torch.library.custom_op("csa2::hopper_attention", mutates_args=())
 def hopper_attention(
     q: Tensor,
     sink: Tensor,
@@ -90,12 +89,6 @@ def hopper_attention(
         num_warps=_WARPS.value,
     )
     return out, logsumexp
-
-
-@hopper_attention.register_fake
-def _(q, sink, window_kv, window_indices, compressed_kv, topk_indices, rotations, rotate_q, rotate_output):
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @gluon.jit

@@ -4,6 +4,8 @@ Graphs are captured as the pass manager gets them, by a pass that stops the comp
 by way of fake tensors, so that nothing here needs CUDA or Triton.
 """
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -690,3 +692,33 @@ def test_why_a_kernel_for_cuda_cannot_serve() -> None:
     add = only_call(trace_on_cuda(lambda x: x + 1, (3,)), aten.add.Tensor)
     assert why_not_cuda(add, (torch.bfloat16,)) is None
     assert why_not_cuda(add, (torch.float32, torch.float16)) == "the kernel does not take torch.bfloat16"
+
+
+def test_graphs_from_a_cache_find_the_opaque_op():
+    # Such a graph calls the op in a process in which no pass has run.
+    code = "import torch, csa2_compiled.compiled; torch.ops.csa2.hopper_attention.default"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_opaque_op_has_shapes_without_a_device():
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 64, 512, dtype=torch.bfloat16, device="cuda")
+        kv, indices = torch.empty(2, 9, 512, device="cuda"), torch.empty(2, 3, 8, dtype=torch.int32, device="cuda")
+        out, logsumexp = csa2.hopper_attention(
+            q, torch.empty(64, device="cuda"), kv, indices, None, None, None, True, True
+        )
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    assert (logsumexp.shape, logsumexp.dtype) == ((2, 3, 64), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "tokens", "reason"),
+    [
+        (torch.float32, 64, 512, 4096, "does not take torch.float32"),
+        (torch.bfloat16, 32, 512, 4096, "32 heads of 512 channels"),
+        (torch.bfloat16, 64, 256, 4096, "64 heads of 256 channels"),
+        (torch.bfloat16, 64, 512, 8, "fewer than 64 tokens"),
+    ],
+)
+def test_what_the_hopper_kernel_leaves_is_said(dtype, heads, dim, tokens, reason):
+    assert reason in kv_gather.why_not_hopper(torch.empty(0, dtype=dtype), heads, dim, tokens)
