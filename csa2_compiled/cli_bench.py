@@ -165,9 +165,11 @@ def print_report(console: Console, report: CompileReport) -> None:
     """Tables of times and of counts, then the figures that should be reached."""
     where = report.environment
     console.print(f"{where.device}, {where.threads} threads, torch {where.torch}, Python {where.python}, {report.date}")
-    console.print(_table(("case", *PHASE_NAMES.values(), "total s"), map(_time_cells, report.measurements)))
-    headers = ("case", "graphs", "hits", "breaks", "guards", "again", "kernels", "launches", "process MiB")
-    console.print(_table((*headers, "compiler MiB", "device MiB"), map(_count_cells, report.measurements)))
+    phases = "load", "Dynamo", "AOT", "passes", "Inductor", "kernels", "tuning", "rest"
+    console.print(_table(("case, seconds", *phases, "total"), map(_time_cells, report.measurements)))
+    counts = "graphs", "hits", "breaks", "guards", "again", "kernels", "launches"
+    memory = "process\nMiB", "compiler\nMiB", "device\nMiB"
+    console.print(_table(("case", *counts, *memory), map(_count_cells, report.measurements)))
     for measurement in report.measurements:
         for reason in measurement.recompilations:
             console.print(f"{measurement.case.name} compiled again: {' '.join(reason.split())}")
@@ -198,7 +200,8 @@ def _measure(device: str, full: bool, only: list[str], time_limit: float | None)
     def on_case(case: Case) -> None:
         console.print(f"measuring {case.name}")
 
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    script = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["csa2"]
+    command = shlex.join([*script, *sys.argv[1:]])
     return compile_report.run_cases(cases, on_case, time_limit, command)
 
 
@@ -258,7 +261,7 @@ def _print_differences(console: Console, differences: tuple[Difference, ...], th
 def _table(headers: tuple[str, ...], rows: Any) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index else "left", overflow="fold")
+        table.add_column(header, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     for row in rows:
         table.add_row(*row)
     return table

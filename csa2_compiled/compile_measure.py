@@ -201,8 +201,7 @@ def _layer_calls(case: Case) -> tuple[dict[str, Callable[[], Any]], CompiledMode
 
 def _stack_calls(case: Case) -> tuple[dict[str, Callable[[], Any]], CompiledModel]:
     cfg = stack_config(case.what, case.device, max(case.lengths))
-    with torch.device(case.device):
-        model = CSA2ForCausalLM(cfg, _dtype(case)).eval()
+    model = CSA2ForCausalLM(cfg, _dtype(case), case.device).eval()
     for block in model.layers:
         assert isinstance(block, CSA2Block)
         block.attn.layout = AttentionLayout(case.layout)
