@@ -197,7 +197,7 @@ def test_cuda_without_cuda_is_refused(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_only_compiled_runs_need_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
-    result = invoke("--prompt", "x")
+    result = invoke("--prompt", "x", "--config", folder / "config.json", "--max-new-tokens", 5)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "no C++ compiler" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -78,6 +78,13 @@ def test_a_run_leaves_log_checkpoints_and_a_model(finished: tuple[Any, Path]) ->
     assert "tokens/s" in result.stderr
 
 
+def test_a_run_that_distills_says_so(folder: Path) -> None:
+    result = invoke(folder, folder / "distilled", "--distill", "--distill-warmup", 4)
+    assert result.exit_code == 0, result.output
+    assert all(step["distillation_loss"] > 0 for step in log_of(folder / "distilled"))
+    assert "distillation 0.0" in result.stderr
+
+
 def test_the_model_generates(finished: tuple[Any, Path]) -> None:
     _, out = finished
     usual = ["generate", "--model", out, "--eager", "--prompt", "the ", "--max-new-tokens", 5, "--temperature", 0]

@@ -21,16 +21,23 @@ from csa2_compiled import (
     CSA2InputError,
     CSA2State,
     DecodeStep,
+    TrainConfig,
+    Trainer,
     compile_model,
+    evaluate,
     generate,
     load_attention,
+    load_demo_model,
     load_state,
+    model_files,
     save_attention,
     save_state,
 )
 from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.quantization import quantize_dequantize_body, row_bytes
 from csa2_compiled.tokens import lay_out_tokens
+from csa2_compiled.train import TrainConfigError
+from csa2_compiled.train_data import TrainDataError, read_documents
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 # Layers 0 to 8: window, window, full, reuse, reuse (ratio 2), full with candidates, reuse, reindex, reuse (ratio 1).
@@ -873,8 +880,130 @@ OTHER_CASES = [
     ),
 ]
 
+
+def bad_setting(names: str, came: str, value: Any, allowed: str, **others: Any) -> Case:
+    """A bad value of a setting of a training run; the first of `names` stands for all."""
+    name = names.split("`")[0].split(",")[0]
+    settings = {"steps": 1, **others, name: value}
+    words = (f"{name}: it is {value!r}", allowed)
+    return Case(f"{names} of TrainConfig", came, TrainConfigError, None, lambda s: TrainConfig(**settings), words)
+
+
+def bad_run(argument: str, came: str, error: type[ValueError], *words: str, text: bytes, **settings: Any) -> Case:
+    def make(s: Setup) -> Any:
+        file = s.folder / "text"
+        file.write_bytes(text)
+        cfg, model = TrainConfig(steps=1, **settings), s.modules["model"]
+        assert isinstance(model, CSA2ForCausalLM)
+        return Trainer(model, read_documents([file]), cfg, s.folder)
+
+    return Case(argument, came, error, None, make, words)
+
+
+def window_model() -> CSA2ForCausalLM:
+    nothing: dict[str, Any] = {"kv_source_layer_ids": (), "index_source_layer_ids": (), "candidate_source_layer_id": -1}
+    return CSA2ForCausalLM(replace(CONFIG, num_hidden_layers=1, compress_ratios=(0,), **nothing))
+
+
+def evaluated(**settings: Any) -> Callable[[Setup], Any]:
+    return lambda s: evaluate(s.modules["model"], [b"some text"], **{"seq_len": 8, **settings})
+
+
+def without_demo_model(setup: Setup) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_files, "DEMO_FOLDER", setup.folder / "none")
+        return load_demo_model()
+
+
+ZERO_OR_MORE, WHOLE = "a finite number of at least 0", "an integer of at least"
+TRAINING_CASES = [
+    bad_setting("steps, batch_size", "less than 1, or no integer", 0, f"{WHOLE} 1"),
+    bad_setting("seq_len", "less than 2, or no integer", 1, f"{WHOLE} 2"),
+    bad_run(
+        "seq_len of TrainConfig",
+        "more than the model's max_position_embeddings",
+        TrainConfigError,
+        "seq_len: it is 33; the model takes up to 32 tokens",
+        text=b"abc",
+        seq_len=33,
+    ),
+    bad_setting("warmup, val_every, save_every, seed, distill_warmup", "less than 0, or no integer", -1, f"{WHOLE} 0"),
+    bad_setting("lr, distill_weight", "0 or less, infinite or NaN", 0, "a number above 0"),
+    bad_setting("min_lr_ratio", "less than 0, more than 1, or NaN", 1.5, "from 0 to 1"),
+    bad_setting("weight_decay, grad_clip", "less than 0, infinite or NaN", -1.0, ZERO_OR_MORE),
+    bad_setting("val_fraction", "less than 0, 1 or more, or NaN", 1.0, "from 0 to below 1"),
+    bad_setting("dtype", "another than these", "float16", "float32 or bfloat16"),
+    bad_setting("distill", "no bool", 1, "True or False"),
+    Case(
+        "distill of TrainConfig",
+        "True for a model without a layer that selects",
+        TrainConfigError,
+        None,
+        lambda s: Trainer(window_model(), [b"abc"], TrainConfig(steps=1, seq_len=8, distill=True), s.folder),
+        ("distill: it is True", "must be False"),
+    ),
+    bad_run(
+        "text of a training run",
+        "a directory, or a file that is empty or cannot be read",
+        TrainDataError,
+        "text: ",
+        "is empty; at least one byte is needed",
+        text=b"",
+    ),
+    bad_run(
+        "text of a training run",
+        "no document of two bytes",
+        TrainDataError,
+        "text: no document has two bytes",
+        text=b"a\fb",
+        seq_len=8,
+    ),
+    bad_run(
+        "val_fraction of a training run",
+        "more than 0, and text of a single window",
+        TrainDataError,
+        "val_fraction: 0.5 of one window",
+        "more text, a smaller seq_len, or 0",
+        text=b"abc",
+        seq_len=8,
+        val_fraction=0.5,
+    ),
+    Case(
+        "seq_len of evaluate",
+        "less than 2, more than max_position_embeddings, or no integer",
+        CSA2InputError,
+        None,
+        evaluated(seq_len=33),
+        ("seq_len is 33", "within 2 and 32"),
+    ),
+    Case(
+        "batch_size of evaluate",
+        "less than 1, or no integer",
+        CSA2InputError,
+        None,
+        evaluated(batch_size=0),
+        ("batch_size is 0", "within 1 and "),
+    ),
+    Case(
+        "attends of evaluate",
+        "nothing, or another name",
+        CSA2InputError,
+        None,
+        evaluated(attends=["all"]),
+        ("attends is ['all']", "sparse, dense, window"),
+    ),
+    Case(
+        "load_demo_model",
+        "a package installed without the model's files",
+        CheckpointError,
+        None,
+        without_demo_model,
+        ("none has no model.safetensors", "train_demo.py makes it"),
+    ),
+]
+
 INPUT_CASES = [*X_CASES, *STATE_CASES, *MASK_CASES, *DOCUMENT_CASES, *INPUT_IDS_CASES, *CACHE_CASES]
-CASES = [*INPUT_CASES, *CACHE_CALL_CASES, *GENERATION_CASES, *OTHER_CASES]
+CASES = [*INPUT_CASES, *CACHE_CALL_CASES, *GENERATION_CASES, *OTHER_CASES, *TRAINING_CASES]
 
 
 @pytest.fixture(scope="module")
@@ -937,7 +1066,7 @@ def test_the_table_has_these_rows() -> None:
 
 
 def test_every_error_is_a_value_error() -> None:
-    assert all(issubclass(error, ValueError) for error in (CSA2InputError, ConfigError, CheckpointError))
+    assert all(issubclass(error, ValueError) for error in {case.error for case in CASES})
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -102,6 +102,81 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, dtype: str) -> N
     assert latest_checkpoint(tmp_path / "resumed").name == "checkpoint-8"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_that_distills_is_the_uninterrupted_one(tmp_path: Path, dtype: str) -> None:
+    settings: dict[str, Any] = {"dtype": dtype, "distill": True, "distill_warmup": 6, "checkpointing": True}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    expected = run(whole)
+    assert all(report.distillation_loss for report in expected)
+    resumed = make_trainer(tmp_path / "resumed", **settings)
+    resumed.load(tmp_path / "whole" / "checkpoint-4")
+    assert run(resumed) == expected[4:]
+    assert state_of(resumed) == state_of(whole)
+    with pytest.raises(CheckpointError, match="a run with distill True: allowed is False"):
+        make_trainer(tmp_path, dtype=dtype).load(tmp_path / "whole" / "checkpoint-4")
+
+
+def test_distillation_changes_the_indexers_alone(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"grad_clip": 0.0, "warmup": 0, "weight_decay": 0.0}
+    plain, distilled = make_trainer(tmp_path, **settings), make_trainer(tmp_path, **settings, distill=True)
+    drawn = {name: tensor.clone() for name, tensor in plain.model.state_dict().items()}
+    reports = [trainer.step() for trainer in (plain, distilled)]
+    assert reports[0].loss == reports[1].loss
+    assert reports[0].distillation_loss is None
+    states = plain.model.state_dict(), distilled.model.state_dict()
+    for name, before in drawn.items():
+        of_indexer = ".indexer." in name
+        assert torch.equal(states[0][name], states[1][name]) != of_indexer, name
+        assert torch.equal(states[0][name], before) == of_indexer, name
+
+
+def test_distillation_has_two_stages(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, distill=True, distill_warmup=1)
+    stages = []
+    for _ in range(2):
+        losses = trainer._distillation()
+        assert losses is not None
+        stages.append(losses.stage)
+        trainer.step()
+    assert stages == ["dense", "sparse"]
+
+
+def test_a_distilled_indexer_scores_more_like_the_attention_than_a_drawn_one(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, distill=True, lr=1e-2, steps=40)
+    drawn = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if ".indexer." in name}
+    for _ in range(40):
+        trainer.step()
+    batch, _ = trainer.data.batch(trainer.position, 2)
+    divergences = []
+    for tensors in ({}, drawn):
+        trainer.model.load_state_dict(tensors, strict=False)
+        losses = trainer._distillation()
+        assert losses is not None
+        with torch.no_grad():
+            trainer.model(batch.input_ids, document_ids=batch.document_ids, run_block=losses.run_block)
+        divergences.append(losses.total().item())
+    assert divergences[0] < 0.7 * divergences[1]
+
+
+def test_the_distillation_loss_is_weighted(tmp_path: Path) -> None:
+    norms = []
+    for weight in (1.0, 3.0):
+        weighted = make_trainer(tmp_path, distill=True, distill_weight=weight)
+        weighted._backward(weighted.data.batch(weighted.position, 2)[0])
+        named = weighted.model.named_parameters()
+        norms.append(sum(p.grad.norm().item() for n, p in named if ".indexer." in n and p.grad is not None))
+    assert norms[1] == pytest.approx(3 * norms[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_distillation_has_the_eager_losses(tmp_path: Path) -> None:
+    eager, compiled = (make_trainer(tmp_path, distill=True, compile=compile_) for compile_ in (False, True))
+    for _ in range(3):
+        first, second = eager.step(), compiled.step()
+        assert second.loss == pytest.approx(first.loss, rel=1e-4)
+        assert second.distillation_loss == pytest.approx(first.distillation_loss, rel=1e-3)
+
+
 def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.step()
@@ -209,7 +284,7 @@ def test_a_small_change_outlives_the_rounding(tmp_path: Path) -> None:
 def test_documents_in_a_row_have_the_loss_they_have_alone(tmp_path: Path) -> None:
     documents = [b"some words of text", b"and a few others"]
     packed = make_trainer(tmp_path, documents, seq_len=36, val_fraction=0.0, batch_size=1)
-    together = packed._backward(packed.data.batch(packed.position, 1)[0])
+    together, _ = packed._backward(packed.data.batch(packed.position, 1)[0])
     total, count = 0.0, 0
     for document in documents:
         ids = torch.tensor([list(document)])
@@ -235,6 +310,9 @@ REFUSED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "grad_clip": (-1.0, math.nan),
     "val_fraction": (-0.1, 1.0),
     "dtype": ("float16", None),
+    "distill": (1, "dense", None),
+    "distill_warmup": (-1, 0.5, True),
+    "distill_weight": (0, -1.0, math.nan, "1"),
 }
 
 
@@ -249,6 +327,8 @@ def test_settings_that_make_no_sense_are_named(field: str) -> None:
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainConfigError, match=r"^seq_len: it is 129; the model takes up to 128"):
         make_trainer(tmp_path, seq_len=129)
+    with pytest.raises(TrainConfigError, match=r"^distill: it is True; the model has no layer that selects"):
+        make_trainer(tmp_path, cfg=make_config((0,), (), ()), distill=True)
     with pytest.raises(TypeError, match="bfloat16"):
         Trainer(CSA2ForCausalLM(CFG, dtype=torch.bfloat16), DOCUMENTS, BASE, tmp_path)
 
