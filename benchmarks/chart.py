@@ -114,7 +114,7 @@ def draw_points(axes: Axes, groups: Sequence[str], series: dict[str, list[float 
                 fontsize=7,
             )
     axes.set_yscale("log")
-    axes.margins(x=0.1, y=0.1)
+    axes.margins(x=0.17, y=0.1)
     label_axes(axes, groups)
 
 
