@@ -247,6 +247,25 @@ def test_what_gemv_serves(
     assert found == reason if reason is None else str(found).startswith(reason)
 
 
+def pooled_projection(x: Tensor, weight: Tensor) -> Tensor:
+    wide = torch.ops.prims.convert_element_type.default(x, torch.float32)
+    return wide.view(-1, x.shape[-1]) @ weight.float().t()
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "reason"),
+    [
+        (2, torch.bfloat16, None),
+        (64, torch.bfloat16, None),
+        (65, torch.bfloat16, MANY_ROWS),
+        (2, torch.float16, MANY_ROWS),
+    ],
+)
+def test_gemv_serves_a_few_rows_of_a_float32_weight(rows: int, dtype: torch.dtype, reason: str | None) -> None:
+    graph = trace_on_cuda(pooled_projection, (rows, 1, 32), (8, 32), dtype=dtype)
+    assert Gemv().why_not(only_call(graph, aten.mm.default)) == reason
+
+
 @pytest.mark.parametrize(
     ("dim", "dtype", "reason"),
     [
