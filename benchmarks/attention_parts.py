@@ -136,7 +136,7 @@ def make_parts(inputs: Inputs, with_kernels: bool) -> list[Part]:
     rest = (i.window_kv, i.compressed_kv, i.topk_indices, i.sink, cfg.sliding_window, cfg.index_topk, None)
     indexer = (i.index_q, i.index_k, i.weights, i.start, i.stop)
     select = partial(ops.select_topk, i.scores, None, cfg.index_topk)
-    select_both = partial(scores_and_selection, *indexer, cfg.index_topk)
+    select_both = partial(plain_scores_and_selection, *indexer, cfg.index_topk)
     candidates = partial(
         ops.candidate_blocks, i.scores, i.stop, None, cfg.candidate_topk_blocks, cfg.candidate_block_size
     )
@@ -191,6 +191,8 @@ def make_parts(inputs: Inputs, with_kernels: bool) -> list[Part]:
 
 def make_kernels(inputs: Inputs) -> dict[str, dict[str, Call]]:
     """The kernels of each part, as the passes launch them."""
+    from streaming_selection import scores_and_selection
+
     from csa2_compiled.passes.kernels import index_scores as score_kernels
     from csa2_compiled.passes.kernels import select_topk as select_kernels
 
@@ -210,7 +212,11 @@ def make_kernels(inputs: Inputs) -> dict[str, dict[str, Call]]:
             "kernel, -inf written": partial(score_kernels.index_scores, *indexer),
         },
         SELECTION: {"kernel": partial(select_kernels.select_topk, i.scores, None, cfg.index_topk, i.start, i.stop)},
-        BOTH: {"kernels": partial(scores_then_selection)},
+        BOTH: {
+            "kernels": partial(scores_then_selection),
+            "one kernel": partial(scores_and_selection, *indexer, cfg.index_topk),
+            "one kernel, 8 queries": partial(scores_and_selection, *indexer, cfg.index_topk, queries=8, num_warps=8),
+        },
         CANDIDATES: {"kernel": partial(select_kernels.candidate_blocks, i.scores, i.stop, None, *blocks, i.start)},
     }
 
@@ -265,7 +271,7 @@ def turned_core(q: Tensor, rotations: Tensor, *others: object) -> Tensor:
     return ops.apply_rope(attended, rotations, True)
 
 
-def scores_and_selection(q: Tensor, k: Tensor, weights: Tensor, start: Tensor, stop: Tensor, topk: int) -> Tensor:
+def plain_scores_and_selection(q: Tensor, k: Tensor, weights: Tensor, start: Tensor, stop: Tensor, topk: int) -> Tensor:
     return ops.select_topk(ops.index_scores(q, k, weights, start, stop), None, topk)
 
 
