@@ -9,16 +9,8 @@ from flops import attention_flops, filled_slots, index_score_flops, visible_pair
 from torch import Tensor
 
 from csa2_compiled import AttentionLayout, CSA2Config, masks, ops
-from csa2_compiled.compiled import _make_pass, _source_files
-from csa2_compiled.passes import PassManager
-from csa2_compiled.passes.inductor import (
-    compile_with,
-    graph_pass,
-    register_own_buffer_lowering,
-    require_known_torch,
-    shared_memory_per_block,
-    why_no_gluon_for_hopper,
-)
+from csa2_compiled.compiled import compile_function
+from csa2_compiled.passes.inductor import shared_memory_per_block, why_no_gluon_for_hopper
 from csa2_compiled.rope import RotaryEmbedding, apply_rope_body
 from csa2_compiled.sparse_attention import sparse_attention
 from csa2_compiled.tokens import lay_out_tokens
@@ -29,7 +21,6 @@ ERROR, AGREEMENT = "error", "agreement"
 _RATIO = 1
 _SAMPLED_QUERIES = 256
 _QUERIES_AT_ONCE = 1024  # of the plain scores, which make [queries, index heads, positions]
-_RECOMPILE_LIMIT = 64
 
 Call = partial[Tensor]
 
@@ -256,13 +247,8 @@ def hopper_core(inputs: Inputs, turned: bool = False) -> dict[str, Call]:
 
 def inlined(call: Call) -> Call:
     """The call compiled as a layer is with passes="inline"."""
-    require_known_torch()
-    register_own_buffer_lowering()
-    manager = PassManager([_make_pass("inline")], _source_files())
-    compiled = compile_with(
-        call.func, graph_pass(manager, manager.uuid), _RECOMPILE_LIMIT, fullgraph=True, dynamic=False
-    )
-    return partial(compiled, *call.args, **call.keywords)
+    function, _ = compile_function(call.func, "inline", dynamic=False)
+    return partial(function, *call.args, **call.keywords)
 
 
 def turned_core(q: Tensor, rotations: Tensor, *others: object) -> Tensor:

@@ -12,10 +12,9 @@ few of them, over all queries. Prints a table and writes benchmarks/results/<dev
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,21 +27,12 @@ from timing import attempt, medians, number, peak_gib, provenance, results_path
 from torch import Tensor
 
 from csa2_compiled import AttentionLayout, CSA2Config, ops
-from csa2_compiled.compiled import PASS_ORDER, _make_pass, _source_files
-from csa2_compiled.passes import PassManager
-from csa2_compiled.passes.inductor import (
-    compile_with,
-    graph_pass,
-    keep_kernel_launches,
-    register_own_buffer_lowering,
-    require_known_torch,
-)
+from csa2_compiled.compiled import compile_function
 from csa2_compiled.sparse_attention import _attend_plain, sparse_attention, visible_keys
 
 GRADIENTS = ("q", "sink", "window_kv", "compressed_kv")
 _SAMPLED_ROWS = 16
 _QUERIES_AT_ONCE = 64  # in float64
-_RECOMPILE_LIMIT = 64
 _CHUNK = 1024  # queries of the sweep's kernels
 FIRST, SECOND, THIRD = "gradient of q", "gradients of slots", "sums of slots"
 WHOLE, SORT = "whole backward", "slots by row"
@@ -173,19 +163,10 @@ def variants(inputs: Inputs, compiles: bool) -> dict[str, Callable[[], Callable[
 
     made: dict[str, Callable[[], Callable[..., Tensor]]] = {"eager": lambda: core}
     if compiles:
-        made["plain products, compiled"] = lambda: compiled(plain, ("inline",))
-        made["named op, inlined"] = lambda: compiled(core, ("inline",))
-        made["passes"] = lambda: compiled(core, PASS_ORDER)
+        made["plain products, compiled"] = lambda: compile_function(plain, "inline", dynamic=False)[0]
+        made["named op, inlined"] = lambda: compile_function(core, "inline", dynamic=False)[0]
+        made["passes"] = lambda: compile_function(core, dynamic=False)[0]
     return made
-
-
-def compiled(function: Callable[..., Tensor], passes: Iterable[str]) -> Callable[..., Tensor]:
-    """The function compiled as a layer is with these passes."""
-    require_known_torch()
-    register_own_buffer_lowering()
-    keep_kernel_launches()
-    manager = PassManager([_make_pass(name) for name in passes], _source_files())
-    return compile_with(function, graph_pass(manager, manager.uuid), _RECOMPILE_LIMIT, fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -267,17 +248,15 @@ def measure_tilings(inputs: Inputs, repeats: int) -> list[Tiling]:
     grad_q, mean = torch.empty_like(out), torch.empty_like(logsumexp)
     sums = torch.zeros(keys.shape, device=device)
     workspace = torch.zeros(count, rows.shape[1], dim, device=device)
-    narrow = torch.zeros_like(workspace, dtype=out.dtype)
     entries, bounds = kernels.slots_by_row(rows[first:], keys.shape[0])
 
     def run(kernel: str, tiles: Any) -> None:
-        held = narrow if tiles.narrow_workspace else workspace
         if kernel == FIRST:
             kernels.run_grad_q(of_core, keys, rows, grad_q, mean, weights, gradients, first, count, tiles)
         elif kernel == SECOND:
-            kernels.run_grad_slots(of_core, rows, weights, gradients, held, first, count, tiles)
+            kernels.run_grad_slots(of_core, rows, weights, gradients, workspace, first, count, tiles)
         elif kernel == THIRD:
-            kernels.run_sum_slots(held, entries, bounds, sums, tiles)
+            kernels.run_sum_slots(workspace, entries, bounds, sums, tiles)
         else:
             kernels.sparse_attention_backward(of_core[0], out, logsumexp, i.q, i.sink, *sources, tiles=tiles)
 
@@ -314,28 +293,23 @@ def tile_choices() -> list[tuple[str, dict[str, Any]]]:
         (32, 64, 4, 2, False),
         (32, 32, 4, 2, False),
     ]
-    names = ("heads", "slots", "num_warps", "num_stages", "logits_once")
+    names: tuple[str, ...] = ("heads", "slots", "num_warps", "num_stages", "logits_once")
     choices = [(FIRST, dict(zip(names, values, strict=True))) for values in first]
-    names = ("row_slots", "row_channels", "row_warps", "row_stages", "narrow_workspace")
+    names = ("row_slots", "row_channels", "row_warps", "row_stages")
     second = [
-        (64, 128, 4, 1, False),
-        (64, 128, 4, 2, False),
-        (64, 128, 4, 3, False),
-        (64, 128, 8, 2, False),
-        (64, 256, 8, 2, False),
-        (64, 256, 8, 1, False),
-        (64, 64, 4, 2, False),
-        (64, 128, 4, 2, True),
-        (64, 256, 8, 2, True),
+        (64, 128, 4, 1),
+        (64, 128, 4, 2),
+        (64, 128, 4, 3),
+        (64, 128, 8, 2),
+        (64, 256, 8, 2),
+        (64, 256, 8, 1),
+        (64, 64, 4, 2),
     ]
     choices += [(SECOND, dict(zip(names, values, strict=True))) for values in second]
-    for narrow, (channels, entries, warps) in product(
-        (False, True), ((128, 32, 4), (128, 16, 4), (128, 64, 4), (256, 16, 4), (512, 8, 4), (512, 16, 8), (128, 16, 2))
-    ):
-        fields = {"sum_channels": channels, "sum_entries": entries, "sum_warps": warps, "narrow_workspace": narrow}
-        choices.append((THIRD, fields))
-    whole: list[dict[str, Any]] = [{}, {"narrow_workspace": True}, {"queries": 528}, {"queries": 2112}]
-    whole.append({"narrow_workspace": True, "queries": 1056})
+    names = ("sum_channels", "sum_entries", "sum_warps")
+    third = [(128, 32, 4), (128, 16, 4), (128, 64, 4), (256, 16, 4), (512, 8, 4), (512, 16, 8), (128, 16, 2)]
+    choices += [(THIRD, dict(zip(names, values, strict=True))) for values in third]
+    whole: list[dict[str, Any]] = [{}, {"queries": 528}, {"queries": 2112}]
     return choices + [(WHOLE, fields) for fields in whole]
 
 

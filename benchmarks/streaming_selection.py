@@ -37,7 +37,9 @@ def scores_and_selection(
 
     queries, positions: of a tile; programs: how many share the blocks of queries.
     """
-    _, tokens, heads, dim = q.shape
+    batch, tokens, heads, dim = q.shape
+    if batch != 1:
+        raise ValueError(f"q has a batch of {batch}; this kernel takes 1")
     length = k.shape[1]
     blocks = triton.cdiv(tokens, queries)
     programs = min(programs, blocks)
@@ -59,7 +61,7 @@ def scores_and_selection(
         DIM=dim,
         QUERIES=queries,
         POSITIONS=positions,
-        ENTRIES=triton.next_power_of_2(length),
+        ENTRIES=max(128, triton.next_power_of_2(length)),
         FILL=min(1024, triton.next_power_of_2(topk)),
         STAGES=num_stages,
         num_warps=num_warps,

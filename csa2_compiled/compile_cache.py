@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from csa2_compiled.compiled import _source_files
-from csa2_compiled.passes import PassManager
+from csa2_compiled.compiled import make_manager
 from csa2_compiled.passes.inductor import (
     cache_folder,
     cpp_command,
@@ -107,7 +106,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
-        "package sources": PassManager((), _source_files()).uuid,
+        "package sources": make_manager("none").uuid,
         "device": device.type,
         "machine": f"{platform.system()} {platform.machine()}",
     }

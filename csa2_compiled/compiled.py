@@ -149,10 +149,28 @@ def compile_model(
         raise ValueError(f"backend is {kwargs['backend']!r}; the passes are Inductor's, so it must be 'inductor'")
     if regional and not isinstance(model, CSA2ForCausalLM):
         raise ValueError(f"regional=True needs a CSA2ForCausalLM; model is a {type(model).__name__}")
+    return CompiledModel(model, make_manager(passes), regional, run_block, **kwargs)
+
+
+def compile_function(
+    function: Callable[..., Any], passes: str | Iterable[str] = "all", **kwargs: Any
+) -> tuple[Callable[..., Any], PassManager]:
+    """Compile any function of this package's ops as `compile_model` does a layer; also returns its pass manager.
+
+    kwargs go to torch.compile (``fullgraph=True`` unless given). Raises ValueError for an unknown pass and
+    UnknownTorchVersionError on a torch whose internals are not known.
+    """
+    manager = make_manager(passes)
+    graph = graph_pass(manager, manager.uuid)
+    return compile_with(function, graph, _RECOMPILE_LIMIT, **{"fullgraph": True, **kwargs}), manager
+
+
+def make_manager(passes: str | Iterable[str] = "all") -> PassManager:
+    """The passes in their order, with Inductor prepared for what they leave in graphs. Raises as `compile_function`."""
+    require_known_torch()
     register_own_buffer_lowering()
     keep_kernel_launches()
-    manager = PassManager([_make_pass(name) for name in resolve_passes(passes)], _source_files())
-    return CompiledModel(model, manager, regional, run_block, **kwargs)
+    return PassManager([_make_pass(name) for name in resolve_passes(passes)], _source_files())
 
 
 def resolve_passes(passes: str | Iterable[str]) -> tuple[str, ...]:

@@ -113,6 +113,9 @@ def attend(
     output, [B, S, H, D] in q's dtype, and the natural logarithm of the softmax's denominator, sink included, float32
     or wider [B, S, H], which has no gradient. Rows are gathered anew in the backward pass, and none is kept.
     """
+    for name, kv in (("window_kv", window_kv), ("compressed_kv", compressed_kv)):
+        if kv is not None and kv.dtype != q.dtype:
+            raise ValueError(f"{name} is {kv.dtype}; it must have the dtype of q, {q.dtype}")
     return attend_body(q, sink, window_kv, window_indices, compressed_kv, topk_indices)
 
 
@@ -284,7 +287,14 @@ apply_rope.register_autograd(_apply_rope_backward, setup_context=_apply_rope_set
 quantize_dequantize.register_autograd(lambda ctx, grad: (grad, None))
 index_scores.register_autograd(_index_scores_backward, setup_context=_index_scores_setup)
 gather_kv.register_autograd(_gather_kv_backward, setup_context=_gather_kv_setup)
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> Any:
+    raise NotImplementedError("csa2::attend has no second derivative; differentiate it once, or train on the CPU")
+
+
 attend.register_autograd(_attend_backward, setup_context=_attend_setup)
+attend_backward.register_autograd(_no_second_derivative)
 
 BODIES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.csa2.rms_norm.default: rms_norm_body,

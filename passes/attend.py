@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from csa2_compiled.passes.inductor import shared_memory_per_block
-from csa2_compiled.passes.kv_gather import hopper_attention, why_not_hopper
+from csa2_compiled.passes.kv_gather import HOPPER, hopper_attention, why_not_hopper
 from csa2_compiled.passes.rewrite import (
     FLOAT_DTYPES,
     NodePass,
@@ -55,20 +55,26 @@ class Attend(NodePass):
         return None
 
     def rewrite(self, graph: fx.Graph, node: Any) -> list[str]:
-        tiles = _tiles(node)
+        tiles, names = _tiles(node), [node.target.name()]
         body: Callable[..., Any] = _backward
         if node.target is csa2.attend.default:
             q = example_of(_query(node))
             batch, tokens, heads, dim = q.shape
-            body = _forward if why_not_hopper(q, heads, dim, batch * tokens) else _forward_on_hopper
+            body = _forward
+            if why_not_hopper(q, heads, dim, batch * tokens) is None:
+                body = _forward_on_hopper
+                names.append(HOPPER)
         replace_by_trace(graph, node, lambda *arguments: body(tiles, *arguments), all_arguments(node))
-        return [node.target.name()]
+        return names
 
 
 def why_not_sizes(node: Any) -> str | None:
     """Why the kernels do not take the sizes of a node's inputs; None when they do."""
     if has_symbols(*(argument for argument in all_arguments(node) if argument is not None)):
         return "a size is not known while compiling"
+    sources = all_arguments(node)[2 if node.target is csa2.attend.default else 5 :: 2]
+    if any(example_of(kv).dtype != example_of(_query(node)).dtype for kv in sources if kv is not None):
+        return "q and the keys have not one dtype"
     heads, dim = example_of(_query(node)).shape[2:]
     if heads > 128 or dim > 512:
         return f"{heads} heads of {dim} channels; the kernel takes up to 128 of 512"

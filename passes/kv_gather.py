@@ -212,8 +212,8 @@ def _num_tokens(match: _Match) -> int:
 def _why_not_hopper(match: _Match) -> str | None:
     q = example_of(match.q)
     rotary = 0 if match.rotations is None else 2 * example_of(match.rotations).shape[2]
-    if rotary not in (0, 2, 4, 8, 16, 32, 64, 128, 256):
-        return f"RoPE turns {rotary} channels; the kernel takes powers of two up to 256"
+    if rotary not in (0, 16, 32, 64, 128, 256):
+        return f"RoPE turns {rotary} channels; the kernel takes powers of two from 16 to 256"
     return why_not_hopper(q, match.heads, match.dim, _num_tokens(match))
 
 

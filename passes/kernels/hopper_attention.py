@@ -10,8 +10,8 @@ rotations and rounding are as in `sparse_attention`, except that weights are rou
 Inductor of the known versions cannot write a Gluon kernel into its code, so a launch is one opaque op,
 `csa2::hopper_attention` (see `csa2_compiled.passes.kv_gather`).
 
-Needs: compute capability 9.0; q and both sources of one dtype, bfloat16 or float16; 512 channels, the last 0 to 256 of
-them turned, a power of two; a multiple of 64 heads; otherwise what `sparse_attention` needs.
+Needs: compute capability 9.0; q and both sources of one dtype, bfloat16 or float16; 512 channels, the last 16 to 256 of
+them turned, a power of two, or none; a multiple of 64 heads; otherwise what `sparse_attention` needs.
 """
 
 # Triton may be absent where types are checked, and its kernels annotate constants only.

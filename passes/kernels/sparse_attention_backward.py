@@ -47,8 +47,7 @@ class BackwardTiles:
 
     heads, slots, num_warps, num_stages: of the first kernel, as in `SparseAttentionTiles`, logits_once too. row_*: of
     the second, whose programs take row_channels channels of all heads. sum_*: of the third, which loads sum_entries
-    slots at once. queries: in a chunk; None takes as many as a workspace of 1.9 GB holds. narrow_workspace: rounds what
-    a slot adds to q's dtype, which halves the traffic; sums stay float32.
+    slots at once. queries: in a chunk; None takes as many as a workspace of 1.9 GB holds.
     """
 
     heads: int = 64
@@ -64,7 +63,6 @@ class BackwardTiles:
     sum_entries: int = 16
     sum_warps: int = 4
     queries: int | None = None
-    narrow_workspace: bool = False
 
     def shared_bytes(self, dim: int, element_bytes: int) -> int:
         """Shared memory of a program of the first kernel, an upper bound: q, the output's gradient, rows, weights."""
@@ -101,7 +99,8 @@ def choose_backward_tiles(
             num_stages=num_stages,
             logits_once=wide,
             row_slots=row_slots,
-            row_channels=row_channels,
+            row_channels=min(row_channels, triton.next_power_of_2(dim)),
+            sum_channels=min(BackwardTiles.sum_channels, triton.next_power_of_2(dim)),
             row_stages=row_stages,
         )
         needed = max(tiles.shared_bytes(dim, element_bytes), tiles.row_shared_bytes(heads, element_bytes))
@@ -145,7 +144,7 @@ def sparse_attention_backward(
     else:
         inputs = (grad_out.contiguous(), q.contiguous(), out.contiguous(), logsumexp.contiguous())
         _run_chunks(inputs, keys, rows, grad_q, mean, sums, tiles)
-    grad_sink = -(torch.exp(sink - logsumexp) * mean).sum((0, 1))
+    grad_sink = -(torch.exp(sink - logsumexp) * mean).sum((0, 1)).to(sink.dtype)
     num_window = window_kv.shape[1]
     by_batch = sums.view(batch, -1, dim)
     grad_window = by_batch[:, :num_window].to(window_kv.dtype).contiguous()
@@ -184,12 +183,11 @@ def _run_chunks(
     """Fill grad_q [B, S, H, D] and mean [B, S, H], the means of probabilities' gradients; add to sums [rows, D]."""
     heads, dim = grad_q.shape[2:]
     places, slots = rows.shape
-    stored = grad_q.dtype if tiles.narrow_workspace else torch.float32
-    most = tiles.queries or max(1, _WORKSPACE_BYTES // (stored.itemsize * slots * dim))
+    most = tiles.queries or max(1, _WORKSPACE_BYTES // (torch.float32.itemsize * slots * dim))
     queries = triton.cdiv(places, triton.cdiv(places, most))  # chunks of about one size
     weights = torch.empty(queries, heads, slots, dtype=grad_q.dtype, device=grad_q.device)
     gradients = torch.empty_like(weights)
-    workspace = torch.empty(queries, slots, dim, dtype=stored, device=grad_q.device)
+    workspace = torch.empty(queries, slots, dim, dtype=torch.float32, device=grad_q.device)
     for first in range(0, places, queries):
         count = min(queries, places - first)
         run_grad_q(inputs, keys, rows, grad_q, mean, weights, gradients, first, count, tiles)
@@ -418,11 +416,7 @@ def grad_slots_kernel(
         sums = dot_float32(tl.trans(gradients), q, tl.zeros((SLOTS, CHANNELS), tl.float32)) * SCALE
         sums = dot_float32(tl.trans(weights), grad_out, sums)
         pointers = workspace_ptr + slot.to(tl.int64)[:, None] * DIM + channel[None, :]
-        tl.store(
-            pointers,
-            round_to(sums, workspace_ptr.dtype.element_ty),
-            mask=(row >= 0)[:, None] & (channel < DIM)[None, :],
-        )
+        tl.store(pointers, sums, mask=(row >= 0)[:, None] & (channel < DIM)[None, :])
 
 
 @triton.jit
@@ -445,5 +439,5 @@ def sum_slots_kernel(
         entry = tl.load(entries_ptr + number, mask=number < last, other=0)
         exists = (number < last)[:, None] & (channel < DIM)[None, :]
         values = tl.load(workspace_ptr + entry[:, None] * DIM + channel[None, :], mask=exists, other=0.0)
-        total += tl.sum(values.to(tl.float32), axis=0)
+        total += tl.sum(values, axis=0)
     tl.store(sums_ptr + row * DIM + channel, total, mask=channel < DIM)

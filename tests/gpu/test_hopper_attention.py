@@ -1,16 +1,18 @@
-"""The Gluon kernel against float64 and against the Triton kernel; its pass chooses it at the released shapes."""
+"""The Gluon kernel against float64 and against the Triton kernel; the passes choose it at the released shapes."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from csa2_compiled import ops
+from csa2_compiled import CSA2Attention, CSA2Config, CSA2State, compile_model, ops
 from csa2_compiled.attention_math import gather_kv_body
-from csa2_compiled.passes.inductor import why_no_gluon_for_hopper
+from csa2_compiled.passes.inductor import why_no_gluon_for_hopper, without_autograd_cache
 from csa2_compiled.rope import apply_rope_body
 
 REASON = why_no_gluon_for_hopper(torch.device("cuda")) if torch.cuda.is_available() else None
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no Gluon kernel here: {REASON}")
-DIM, ROTARY = 512, 64
+DIM = 512
 
 
 def random_indices(batch, tokens, slots, rows, filled):
@@ -19,7 +21,7 @@ def random_indices(batch, tokens, slots, rows, filled):
     return indices.masked_fill(torch.rand(indices.shape, device="cuda") >= filled, -1)
 
 
-def inputs(heads, window, topk, dtype, batch=2, tokens=5, filled=0.8):
+def inputs(heads, window, topk, dtype, batch=2, tokens=5, filled=0.8, rotary=64):
     torch.manual_seed(heads + window + topk)
     q = torch.randn(batch, tokens, heads, DIM, device="cuda", dtype=dtype)
     sink = torch.randn(heads, device="cuda")
@@ -27,7 +29,7 @@ def inputs(heads, window, topk, dtype, batch=2, tokens=5, filled=0.8):
     recent = random_indices(batch, tokens, window, 200, filled)
     compressed_kv = torch.randn(batch, 300, DIM, device="cuda", dtype=dtype) if topk else None
     selected = random_indices(batch, tokens, topk, 300, filled) if topk else None
-    angles = torch.rand(batch, tokens, ROTARY // 2, device="cuda") * 6
+    angles = torch.rand(batch, tokens, rotary // 2, device="cuda") * 6
     return q, sink, window_kv, recent, compressed_kv, selected, torch.stack([angles.cos(), angles.sin()], -1)
 
 
@@ -88,3 +90,29 @@ def test_strided_inputs():
     apart = (given[0].transpose(1, 2).contiguous().transpose(1, 2), *given[1:])
     assert not apart[0].is_contiguous()
     assert torch.equal(hopper_attention(*apart, True, True)[0], hopper_attention(*given, True, True)[0])
+
+
+@pytest.mark.parametrize("rotary", [16, 32, 256])
+def test_other_rotary_dims(rotary):
+    from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
+    from csa2_compiled.passes.kernels.sparse_attention import sparse_attention
+
+    given = inputs(64, 128, 512, torch.bfloat16, rotary=rotary)
+    expected = in_float64(*given, True, True)
+    triton = error(sparse_attention(*given, rotate_q=True, rotate_output=True), expected)
+    assert error(hopper_attention(*given, True, True)[0], expected) <= 1.1 * triton
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_passes_choose_it_at_the_released_shapes(trains):
+    torch.compiler.reset()
+    cfg = replace(CSA2Config.v41_flash(), max_position_embeddings=65536)
+    layer = CSA2Attention(cfg, 0, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(1, 128, cfg.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=trains)
+    with torch.set_grad_enabled(trains), without_autograd_cache():
+        compiled = compile_model(layer, dynamic=False)
+        out = compiled(x, CSA2State()).hidden_states
+        if trains:
+            out.sum().backward()
+    counts = {report.name: dict(report.fired) for report in compiled.manager.totals()}
+    assert counts["attend" if trains else "kv_gather"]["csa2::hopper_attention"] == 1

@@ -31,7 +31,6 @@ VARIANTS = {
     "chosen": None,
     "small": SMALL,
     "chained dots": dataclasses.replace(SMALL, logits_once=False, queries=3),
-    "narrow workspace": dataclasses.replace(SMALL, narrow_workspace=True),
 }
 # Of each gradient, relative: weights, logit gradients and the result are rounded, and the output that came in.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -224,3 +223,12 @@ def test_tiles_fit(heads: int, element_bytes: int, shared_kilobytes: int):
         assert tiles.row_shared_bytes(heads, element_bytes) <= shared_kilobytes << 10
     with pytest.raises(ValueError, match="no tiles of the backward pass with 512 channels"):
         choose_backward_tiles(heads, 512, element_bytes, 16 << 10)
+
+
+def test_the_sinks_gradient_has_its_dtype(device: torch.device):
+    torch.manual_seed(12)
+    q, sink, *sources = inputs(1, 2, 4, 32, 6, 5, torch.float32, device)
+    got = run(torch.randn_like(q), [q, sink.bfloat16().float(), *sources], SMALL)[1]
+    alone = (torch.randn_like(q), torch.randn_like(q), torch.zeros(q.shape[:3], device=device), q)
+    assert got.dtype == torch.float32
+    assert sparse_attention_backward(*alone, sink.bfloat16(), *sources, tiles=SMALL)[1].dtype == torch.bfloat16

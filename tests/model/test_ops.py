@@ -448,3 +448,19 @@ def test_rms_norm_is_float32_inside():
     # The one rounding to bfloat16; float32's errors move a tie at most.
     assert ((result.double() - exact).abs() <= exact.abs() * (2**-8 + 2**-20)).all()
     assert not ops.rms_norm(torch.zeros(1, 64), weight, 1e-20).any()  # eps 1e-20 is no underflow
+
+
+def test_attend_has_no_second_derivative():
+    q, *others = attend_inputs(torch.float64, 1, grad=True)
+    out, _ = ops.attend(q, *others)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="csa2::attend has no second derivative"):
+        grad.sum().backward()
+
+
+def test_attend_takes_one_dtype():
+    q, sink, window_kv, *others = attend_inputs(torch.float32, 2)
+    with pytest.raises(ValueError, match=r"window_kv is torch\.float64; it must have the dtype of q, torch\.float32"):
+        ops.attend(q, sink, window_kv.double(), *others)
+    with pytest.raises(ValueError, match=r"compressed_kv is torch\.bfloat16"):
+        ops.attend(q, sink, window_kv, others[0], others[1].bfloat16(), *others[2:])
