@@ -352,7 +352,7 @@ class NamedOpCensus(CompilerPass):
         for node in graph.nodes:
             if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
                 if node.target.namespace == "csa2":
-                    report.fire(node.target._schema.name)
+                    report.fire(node.target.name())
             elif node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention:
                 report.fire("flex_attention")
         return report

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
 
 from csa2_compiled import masks, ops
@@ -18,7 +17,7 @@ from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
 from csa2_compiled.matmul import weighted_sum
-from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES, shared_memory_per_block
+from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES, has_static_value, shared_memory_per_block
 from csa2_compiled.rows import Rows, buffers, gather_rows, read_rows, write_rows
 from csa2_compiled.tokens import Tokens
 

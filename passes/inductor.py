@@ -61,6 +61,23 @@ def trace_body(body: Callable[..., Any], inputs: list[Any]) -> fx.Graph:
     return make_fx(body, decomposition_table=select_decomp_table())(*inputs).graph
 
 
+def has_static_value(size: Any) -> bool:
+    """Whether a size is a number, or a symbol of which only one number is possible."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value as is_static
+
+    return is_static(size)
+
+
+def argument_names_and_defaults(op: Any) -> list[tuple[str, Any]]:
+    """The arguments of an op overload, in the order of its schema."""
+    return [(argument.name, argument.default_value) for argument in op._schema.arguments]
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Whether a node has left its graph."""
+    return node._erased
+
+
 def fake_mode_of(value: Tensor) -> Any:
     """The fake tensor mode that a graph's example value belongs to."""
     return value.fake_mode  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from csa2_compiled.passes.inductor import fake_mode_of, trace_body
+from csa2_compiled.passes.inductor import argument_names_and_defaults, fake_mode_of, is_erased, trace_body
 from csa2_compiled.passes.manager import CompilerPass, PassReport
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels take
@@ -92,7 +92,7 @@ def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     waiting = [node]
     while waiting:
         unused = waiting.pop()
-        if unused.users or unused.op in ("placeholder", "output") or unused._erased:
+        if unused.users or unused.op in ("placeholder", "output") or is_erased(unused):
             continue
         inputs = unused.all_input_nodes
         graph.erase_node(unused)
@@ -107,10 +107,9 @@ def is_call(node: Any, target: Any) -> bool:
 def all_arguments(node: fx.Node) -> list[Any]:
     """A node's arguments in schema order, defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
     return [
-        node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        for i, argument in enumerate(schema)
+        node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
+        for i, (name, default) in enumerate(argument_names_and_defaults(node.target))
     ]
 
 
