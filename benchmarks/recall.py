@@ -177,6 +177,11 @@ def main(
     if show is not None:
         console.print(table_of(json.loads(show.read_text(encoding="utf-8"))))
         return
+    chosen = variants.split(",")
+    unknown = [name for name in chosen if name not in VARIANTS]
+    if unknown:
+        named, allowed = ", ".join(map(repr, unknown)), ", ".join(VARIANTS)
+        raise typer.BadParameter(f"{named} is no variant; allowed are {allowed}", param_hint="--variants")
     place, setup = torch.device(device), Setup(steps, dense_steps, batch_size, lr, seed)
     report: dict[str, Any] = {
         "provenance": provenance(place),
@@ -184,7 +189,7 @@ def main(
         "task": {"pairs": PAIRS, "queries": QUERIES, "gap": GAP, "keys": KEYS, "values": VALUES},
         "model": MODEL.to_dict(),
         "chance": 1 / VALUES,
-        "rows": [asdict(train_variant(variant, setup, place, console)) for variant in variants.split(",")],
+        "rows": [asdict(train_variant(variant, setup, place, console)) for variant in chosen],
     }
     console.print(table_of(report))
     path = results_path(place, "recall") if output is None else output

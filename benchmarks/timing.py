@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 _CYCLES_PER_MS = 2_000_000  # of an H200 at its full clock
 _MOST_AHEAD_MS = 50.0
+_PATH_OPTIONS = ("--output", "--out", "--text")
 T = TypeVar("T")
 
 
@@ -120,8 +121,21 @@ def provenance(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("CSA2_COMMIT") or _commit(),
-        "command": shlex.join(["python", *_without_output(sys.argv)]),
+        "command": shlex.join(["python", *without_paths(sys.argv)]),
     }
+
+
+def without_paths(arguments: Sequence[str]) -> list[str]:
+    """A command less --output, --out and --text and their values: where results went is nobody's business."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.partition("=")
+        if name not in _PATH_OPTIONS:
+            kept.append(argument)
+        elif not equals:
+            next(rest, None)
+    return kept
 
 
 def number(value: float | None, form: str) -> str:
@@ -134,14 +148,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _without_output(arguments: list[str]) -> list[str]:
-    # Where the JSON went is nobody's business.
-    if "--output" not in arguments:
-        return arguments
-    at = arguments.index("--output")
-    return arguments[:at] + arguments[at + 2 :]
 
 
 def _commit() -> str:

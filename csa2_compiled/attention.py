@@ -342,9 +342,10 @@ class CSA2Attention(nn.Module):
         """Compressed KV and index keys of latents [B, n, D] at positions [B or 1, n]; a record may hold the latter."""
         rotations = self.rotary(positions)
         compressed_kv = ops.quantize_dequantize(ops.apply_rope(latent, rotations, False), "nvfp4")
-        if record is not None and record.selection is not None:
-            return compressed_kv, record.selection.index_keys
-        with torch.no_grad(), nullcontext() if record is None else record.skipped_by_replay():
+        replayed = None if record is None else record.selection
+        if replayed is not None and replayed.index_keys is not None:
+            return compressed_kv, replayed.index_keys
+        with torch.no_grad(), nullcontext() if record is None or replayed is not None else record.skipped_by_replay():
             return compressed_kv, self.indexer.keys(latent, rotations)
 
     def _project_output(self, attended: Tensor, rotations: Tensor, tokens: Tokens) -> Tensor:
@@ -377,10 +378,21 @@ class CSA2Attention(nn.Module):
                 "cache was given and layout is dense, which has no cached form; use auto, slots or plain"
             )
         state = CSA2State() if state is None else state
+        if cache is None and self._layout in (AttentionLayout.DENSE, AttentionLayout.SLOTS) and self._trains(x, state):
+            raise CSA2InputError(
+                f"layout is {self._layout.value}, which has no gradient; use auto or plain, or call under "
+                "torch.no_grad()"
+            )
         if self.role in (LayerRole.REINDEX, LayerRole.REUSE):
             self._check_source(x, state, cached=cache is not None)
         if self.selects_within_candidates:
             self._check_candidates(x, state, cached=cache is not None)
+
+    def _trains(self, x: Tensor, state: CSA2State) -> bool:
+        """Whether a backward pass could run through the attention core."""
+        read = state.of_ratio(self.ratio)
+        published = () if read is None else buffers(read.compressed_kv)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (x, *published, *self.parameters()))
 
     def _check_source(self, x: Tensor, state: CSA2State, cached: bool) -> None:
         read = state.of_ratio(self.ratio)

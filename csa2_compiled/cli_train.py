@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -45,7 +45,8 @@ def train(
     ] = TrainConfig.min_lr_ratio,
     weight_decay: Annotated[float, typer.Option(help="Of matrices only.", metavar="X")] = TrainConfig.weight_decay,
     grad_clip: Annotated[
-        float, typer.Option(help="Norm of all gradients together, at most; 0: no limit.", metavar="X")
+        float,
+        typer.Option(help="Norm of all gradients together, the indexers' apart, at most; 0: no limit.", metavar="X"),
     ] = TrainConfig.grad_clip,
     val_fraction: Annotated[
         float, typer.Option(help="Share of the text that only validates.", metavar="X")
@@ -69,11 +70,23 @@ def train(
         bool, typer.Option("--distill", help="Train the indexers too, to score positions as the attention does.")
     ] = False,
     distill_warmup: Annotated[
-        int, typer.Option(help="First steps, in which they are compared over all positions.", metavar="N")
-    ] = TrainConfig.distill_warmup,
+        int | None,
+        typer.Option(
+            help="First steps, in which they are compared over all positions.",
+            metavar="N",
+            show_default=str(TrainConfig.distill_warmup),
+        ),
+    ] = None,
     distill_weight: Annotated[
-        float, typer.Option(help="Of that loss beside the other.", metavar="X")
-    ] = TrainConfig.distill_weight,
+        float | None,
+        typer.Option(help="Of that loss beside the other.", metavar="X", show_default=str(TrainConfig.distill_weight)),
+    ] = None,
+    distill_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps from one with that loss to the next.", metavar="N", show_default=str(TrainConfig.distill_every)
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
 ) -> None:
     """Train a byte-level model on text files, with checkpoints that --resume goes on from bit for bit.
@@ -81,6 +94,11 @@ def train(
     Writes log.jsonl, checkpoint-N directories and, at the end, model.safetensors and config.json to --out. Ctrl-C
     finishes the step, saves and exits with code 130; a second one ends at once. Exit code 2 for a bad argument.
     """
+    distillation = {
+        "distill_warmup": distill_warmup,
+        "distill_weight": distill_weight,
+        "distill_every": distill_every,
+    }
     with errors("train"):
         try:
             settings = TrainConfig(
@@ -100,13 +118,21 @@ def train(
                 compile=compile_,
                 checkpointing=checkpointing,
                 distill=distill,
-                distill_warmup=distill_warmup,
-                distill_weight=distill_weight,
+                **_given_with_distill(distill, distillation),
             )
             trainer = _make_trainer(settings, config, device, text, os.fsencode(document_separator), out, resume)
         except (TrainConfigError, TrainDataError) as error:
             raise BadArgumentError(f"--{error.field.replace('_', '-')}", error.problem) from error
         _run(trainer)
+
+
+def _given_with_distill(distill: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of --distill's options that were given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not distill:
+        name = next(iter(given))
+        raise TrainConfigError(name, f"it is {given[name]}, but nothing is distilled; it goes with --distill")
+    return given
 
 
 def _make_trainer(
@@ -213,14 +239,15 @@ def _progress(trainer: Trainer) -> Iterator[training.OnStep]:
     first = trainer.steps_done + 1
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=trainer.cfg.steps, completed=trainer.steps_done)
-        validation = ""
+        validation = distilled = ""
 
         def show(report: StepReport) -> None:
-            nonlocal validation
+            nonlocal validation, distilled
             if report.val_bits_per_byte is not None:
                 validation = f", validation {report.val_bits_per_byte:.3f} bits/byte"
-            distilled = report.distillation_loss
-            losses = f"loss {report.loss:.4f}" + ("" if distilled is None else f", distillation {distilled:.4f}")
+            if report.distillation_loss is not None:
+                distilled = f", distillation {report.distillation_loss:.4f}"
+            losses = f"loss {report.loss:.4f}{distilled}"
             figures = f"{losses}, lr {report.lr:.2e}, {report.bytes_per_second:.0f} tokens/s{validation}"
             progress.update(task, completed=report.step, description=figures)
             if not console.is_terminal and (report.step == first or report.val_bits_per_byte is not None):

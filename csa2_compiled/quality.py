@@ -74,13 +74,11 @@ def evaluate(
 
     batch_size: packed rows at a time; "dense" gathers batch_size x seq_len x (window + compressed positions) keys.
     attends: which to measure; recall needs "sparse". Raises CSA2InputError for a bad argument and TrainDataError for
-    text in which there is nothing to predict.
+    documents that are not bytes or in which there is nothing to predict.
     """
     _check_integer("seq_len", seq_len, 2, model.cfg.max_position_embeddings)
     _check_integer("batch_size", batch_size, 1, 2**31)
-    unknown = [name for name in attends if name not in get_args(Attends)]
-    if unknown or not attends:
-        raise CSA2InputError(f"attends is {list(attends)}; it must name some of {', '.join(get_args(Attends))}")
+    _check_attends(attends)
     data = TrainData(documents, seq_len, group_alignment(model.cfg.compress_ratios))
     counting = _Counting(chunk_size_for(model.cfg, batch_size, seq_len))
     blocks = {name: counting.run_block if name == "sparse" else reader(name) for name in attends}
@@ -109,6 +107,14 @@ def reader(attends: Attends) -> RunBlock:
 def _check_integer(name: str, value: int, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise CSA2InputError(f"{name} is {value!r}; it must be an integer within {least} and {most}")
+
+
+def _check_attends(attends: Sequence[Attends]) -> None:
+    allowed = ", ".join(get_args(Attends))
+    if isinstance(attends, str):
+        raise CSA2InputError(f"attends is the string {attends!r}; it must be a sequence of some of {allowed}")
+    if not attends or any(name not in get_args(Attends) for name in attends):
+        raise CSA2InputError(f"attends is {list(attends)}; it must name some of {allowed}")
 
 
 def _nats(model: CSA2ForCausalLM, batch: Batch, run_block: RunBlock) -> float:
@@ -159,10 +165,8 @@ def _selection_of(attends: str, layer: CSA2Attention, x: Tensor, state: CSA2Stat
     candidates = None if before is None else before.candidates
     if layer.publishes_candidates:
         candidates = torch.ones(batch, num_tokens, positions, dtype=torch.bool, device=x.device)
-    # Whoever would read the index keys replays a record too.
-    index_keys = x.new_zeros(batch, positions, layer.cfg.index_head_dim)
     record = SelectionRecord()
-    record.keep(Selection(index_keys, selected, candidates))
+    record.keep(Selection(None, selected, candidates))  # index keys are the layer's own: a distillation reads them
     return record
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 class Selection:
     """The parts of a `Publication` that have no gradient; shapes and dtypes as there.
 
-    index_keys: [B, T, Di]. topk_indices: int32 [B, S, min(K, T)]. candidates: bool [B, S, T] or None.
+    index_keys: [B, T, Di], or None: whoever replays the selection makes them. topk_indices: int32 [B, S, min(K, T)].
+    candidates: bool [B, S, T] or None.
     """
 
-    index_keys: Tensor
+    index_keys: Tensor | None
     topk_indices: Tensor
     candidates: Tensor | None
 
@@ -22,7 +23,8 @@ class Selection:
 class SelectionRecord:
     """Empty at a layer's first run, which leaves its selection here; every later run replays that selection.
 
-    A replay makes no index keys, scores or candidate blocks. One record serves one layer within one model step.
+    A replay makes no scores or candidate blocks, and no index keys where the selection has them. One record serves one
+    layer within one model step.
     """
 
     def __init__(self) -> None:

@@ -57,11 +57,11 @@ class TrainConfig:
 
     steps: of the whole run. batch_size: rows of seq_len bytes. lr: peak learning rate, after `warmup` steps of linear
     growth; a cosine takes it to min_lr_ratio * lr at the last step. weight_decay: of matrices only. grad_clip: norm of
-    all gradients together, 0 for no limit. val_fraction: share of windows held out. val_every, save_every: in steps,
-    0 for the end only. dtype: that the model computes in; parameters and the optimizer stay float32. compile: see
-    `compile_model`. checkpointing: see `checkpoint_block`. distill: train the indexers too, by the loss that
-    `DistillationLosses` adds, distill_weight times; the first distill_warmup steps in its stage "dense", the others in
-    "sparse".
+    all gradients together, the indexers' apart; 0 for no limit. val_fraction: share of windows held out. val_every,
+    save_every: in steps, 0 for the end only. dtype: that the model computes in; parameters and the optimizer stay
+    float32. compile: see `compile_model`. checkpointing: see `checkpoint_block`. distill: train the indexers too, by
+    the loss that `DistillationLosses` adds, distill_weight times; the first distill_warmup steps in its stage "dense",
+    the others in "sparse". Only every distill_every-th step, from the first on, has that loss.
     """
 
     steps: int
@@ -82,9 +82,10 @@ class TrainConfig:
     distill: bool = False
     distill_warmup: int = 1000
     distill_weight: float = 1.0
+    distill_every: int = 1
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_size": 1, "seq_len": 2}
+        least = {"steps": 1, "batch_size": 1, "seq_len": 2, "distill_every": 1}
         may_be_zero = ("warmup", "val_every", "save_every", "seed", "distill_warmup")
         for name, minimum in {**least, **dict.fromkeys(may_be_zero, 0)}.items():
             value = getattr(self, name)
@@ -92,7 +93,7 @@ class TrainConfig:
                 self._refuse(name, f"an integer of at least {minimum}")
         for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip", "val_fraction", "distill_weight"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 self._refuse(name, "a finite number of at least 0")
         for name in ("lr", "distill_weight"):
             if getattr(self, name) == 0:
@@ -103,8 +104,9 @@ class TrainConfig:
             self._refuse("val_fraction", "a number from 0 to below 1")
         if self.dtype not in DTYPES:
             self._refuse("dtype", " or ".join(DTYPES))
-        if not isinstance(self.distill, bool):
-            self._refuse("distill", "True or False")
+        for name in ("compile", "checkpointing", "distill"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "True or False")
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, the first being 0."""
@@ -120,9 +122,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step. step: 1 for the first. loss: mean over the predicted bytes, in nats. grad_norm: before clipping.
+    """One step. step: 1 for the first. loss: mean over the predicted bytes, in nats. grad_norm: of all
+    gradients but the indexers', before clipping.
     num_bytes: of text, pads left out; seconds: without validation and saving. val_bits_per_byte: None without one.
-    distillation_loss: of all indexers together, in nats a query, unweighted and no part of loss; None without it."""
+    distillation_loss: of all indexers together, in nats a query, unweighted and no part of loss; None in a step without
+    it."""
 
     step: int
     epoch: int
@@ -172,11 +176,11 @@ class Trainer:
             raise TrainConfigError("seq_len", f"it is {cfg.seq_len}; the model takes up to {longest} tokens")
         if cfg.distill and not model.cfg.index_source_layer_ids:
             raise TrainConfigError("distill", "it is True; the model has no layer that selects, so it must be False")
+        alignment = group_alignment(model.cfg.compress_ratios)
+        self.data = TrainData(documents, cfg.seq_len, alignment, cfg.seed, cfg.val_fraction)
         self.model, self.cfg, self.out = model.train(), cfg, Path(out)
         if cfg.distill:
             enable_distillation(model)
-        alignment = group_alignment(model.cfg.compress_ratios)
-        self.data = TrainData(documents, cfg.seq_len, alignment, cfg.seed, cfg.val_fraction)
         self.position = Position()
         self.steps_done = 0
         groups = parameter_groups(model, cfg.weight_decay)
@@ -194,12 +198,12 @@ class Trainer:
         lr = self.cfg.learning_rate(self.steps_done)
         batch, after = self.data.batch(self.position, self.cfg.batch_size)
         loss, distillation_loss = self._backward(batch.to(self.device))
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = nn.utils.clip_grad_norm_(trained, self.cfg.grad_clip or math.inf)
-        if not (math.isfinite(loss) and math.isfinite(distillation_loss or 0.0) and bool(norm.isfinite())):
+        norm, indexer_norm = self._clip_gradients()
+        if not all(map(math.isfinite, (loss, distillation_loss or 0.0, norm, indexer_norm))):
             self.optimizer.zero_grad()
-            distilled = "" if distillation_loss is None else f", distillation loss {distillation_loss}"
-            problem = f"has loss {loss}{distilled} and a gradient of norm {norm.item()}"
+            problem = f"has loss {loss} and a gradient of norm {norm}"
+            if distillation_loss is not None:
+                problem += f", distillation loss {distillation_loss} and a gradient of norm {indexer_norm}"
             raise TrainingError(f"step {self.steps_done + 1} {problem}")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -209,8 +213,19 @@ class Trainer:
         epoch, self.position = self.position.epoch, after
         self.steps_done += 1
         seconds = time.perf_counter() - begin
-        figures = (self.steps_done, epoch, loss, lr, norm.item(), batch.num_bytes, seconds)
+        figures = (self.steps_done, epoch, loss, lr, norm, batch.num_bytes, seconds)
         return StepReport(*figures, distillation_loss=distillation_loss)
+
+    def run_eagerly(self) -> None:
+        """Go on without compiling, for instance after a step whose compilation failed; what gradients it left go."""
+        self.cfg = replace(self.cfg, compile=False)
+        self.model.zero_grad()
+        self._computing.zero_grad()
+        self._forward = self._make_forward()
+
+    def skip_batch(self) -> None:
+        """Leave the next batch out."""
+        _, self.position = self.data.batch(self.position, self.cfg.batch_size)
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -256,7 +271,7 @@ class Trainer:
     def _distillation(self) -> DistillationLosses | None:
         """What collects the next step's distillation losses, around the blocks as `_forward` runs them."""
         cfg = self.cfg
-        if not cfg.distill:
+        if not cfg.distill or self.steps_done % cfg.distill_every != 0:
             return None
         inner: RunBlock | None = checkpoint_block if cfg.checkpointing else None
         if isinstance(self._forward, CompiledModel):
@@ -282,6 +297,18 @@ class Trainer:
                 if computed.grad is not None:
                     parameter.grad, computed.grad = computed.grad.to(parameter.dtype), None
         return loss.item(), None if distilled is None else distilled.item()
+
+    def _clip_gradients(self) -> tuple[float, float]:
+        """Clip the indexers' gradients and all others apart, so that neither loss shortens the other's steps.
+
+        Returns the norms before, the others' first.
+        """
+        trained = self._trained()
+        indexers = [parameter for name, parameter in trained.items() if ".indexer." in name]
+        others = [parameter for name, parameter in trained.items() if ".indexer." not in name]
+        limit = self.cfg.grad_clip or math.inf
+        norm, indexer_norm = (nn.utils.clip_grad_norm_(parameters, limit) for parameters in (others, indexers))
+        return norm.item(), indexer_norm.item()
 
     def _take_over_parameters(self) -> None:
         if self._computing is not self.model:

@@ -119,6 +119,9 @@ class TrainData:
     ) -> None:
         """alignment: starts of documents, from `group_alignment`. val_fraction: share of windows held out, at least
         one window unless it is 0. Raises TrainDataError."""
+        odd = next((type(document).__name__ for document in documents if not isinstance(document, bytes)), None)
+        if odd is not None:
+            raise TrainDataError("documents", f"they hold an object of type {odd}; each must be bytes")
         if max(map(len, documents), default=0) < 2:
             raise TrainDataError("text", "no document has two bytes; there is nothing to predict")
         self.seq_len, self.alignment, self.seed = seq_len, alignment, seed

@@ -79,10 +79,13 @@ def test_a_run_leaves_log_checkpoints_and_a_model(finished: tuple[Any, Path]) ->
 
 
 def test_a_run_that_distills_says_so(folder: Path) -> None:
-    result = invoke(folder, folder / "distilled", "--distill", "--distill-warmup", 4)
+    result = invoke(folder, folder / "distilled", "--distill", "--distill-warmup", 4, "--distill-weight", 2)
     assert result.exit_code == 0, result.output
     assert all(step["distillation_loss"] > 0 for step in log_of(folder / "distilled"))
     assert "distillation 0.0" in result.stderr
+    result = invoke(folder, folder / "seldom", "--distill", "--distill-every", 3)
+    assert ["distillation_loss" in step for step in log_of(folder / "seldom")] == [s % 3 == 1 for s in range(1, 7)]
+    assert result.stderr.splitlines()[-1].count("distillation 0.0") == 1
 
 
 def test_the_model_generates(finished: tuple[Any, Path]) -> None:
@@ -232,6 +235,10 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "saving": ("--save-every", ["--save-every", "-1"]),
     "seed": ("--seed", ["--seed", "-1"]),
     "dtype": ("--dtype", ["--dtype", "float16"]),
+    "warmup alone": ("--distill-warmup", ["--distill-warmup", "1000"]),
+    "weight alone": ("--distill-weight", ["--distill-weight", "1"]),
+    "every alone": ("--distill-every", ["--distill-every", "1"]),
+    "distillation": ("--distill-every", ["--distill", "--distill-every", "0"]),
     "out is a file": ("--out", ["--out", "{folder}/text"]),
     "out under a file": ("--out", ["--out", "{folder}/text/out"]),
     "a run": ("--out", ["--out", "{finished}"]),

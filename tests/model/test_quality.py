@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from csa2_compiled import (
@@ -24,6 +25,8 @@ from csa2_compiled import (
     save_model,
 )
 from csa2_compiled.cli import app
+from csa2_compiled.distillation import DistillationLosses, enable_distillation
+from csa2_compiled.quality import reader
 from csa2_compiled.train_data import TrainDataError
 
 # Window, full r=2, reuse, full r=1 with candidates, reindex, reuse.
@@ -125,6 +128,38 @@ def test_recall_is_that_of_the_attention_computed_by_hand() -> None:
     assert report.recall == pytest.approx(sum(recalls) / 3)
 
 
+@pytest.mark.parametrize("attends", ["sparse", "dense", "window"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_reader_leaves_the_distillation_as_it_is(attends: Any, inner: bool) -> None:
+    """The attention adds nothing to the hidden states here, so that every reader hands the same ones on."""
+    model, ids = make_model(), torch.tensor([list(DOCUMENTS[0][:TOKENS])] * 2)
+    for layer in model.layers:
+        nn.init.zeros_(layer.attn.wo_b.weight)
+    enable_distillation(model)
+    results = []
+    for run_block in (None, checkpointed(attends) if inner else reader(attends)):
+        model.zero_grad()
+        losses = DistillationLosses("dense", inner=run_block)
+        logits = model(ids, document_ids=ids.new_ones(ids.shape), run_block=losses.run_block)
+        (logits.square().mean() + losses.total()).backward()
+        results.append((losses.by_layer, {n: p.grad for n, p in model.named_parameters() if ".indexer." in n}))
+    (expected, expected_gradients), (got, gradients) = results
+    assert list(got) == list(expected) == [1, 3, 4]
+    for layer_idx, loss in expected.items():
+        assert loss > 1e-4
+        torch.testing.assert_close(got[layer_idx], loss, rtol=1e-6, atol=0)
+    assert any(name.startswith("layers.4.") for name in gradients)
+    for name, gradient in expected_gradients.items():
+        assert gradient is not None
+        assert (gradient != 0).any(), name
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-9)
+
+
+def checkpointed(attends: Any) -> Any:
+    """The same reader in a backward pass that runs each block again."""
+    return lambda *inputs: checkpoint(reader(attends), *inputs, use_reentrant=False)
+
+
 def test_too_short_a_text_has_no_recall() -> None:
     report = evaluate(make_model(), [b"abcdefg"], TOKENS)
     assert report.recall is None
@@ -139,6 +174,7 @@ def test_too_short_a_text_has_no_recall() -> None:
         ({"batch_size": 0}, "batch_size is 0; it must be an integer within 1"),
         ({"attends": ["sparse", "all"]}, "attends is .*; it must name some of sparse, dense, window"),
         ({"attends": []}, r"attends is \[\]"),
+        ({"attends": "dense"}, "attends is the string 'dense'; it must be a sequence of some of sparse, dense, window"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], problem: str) -> None:
@@ -146,6 +182,9 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], problem: str) -> Non
         evaluate(make_model(), DOCUMENTS, **{"seq_len": TOKENS, **arguments})
     with pytest.raises(TrainDataError, match="nothing to predict"):
         evaluate(make_model(), [b"a"], TOKENS)
+    for odd, name in (["text"], "str"), ("text", "str"), (b"text", "int"), ([b"text", None], "NoneType"):
+        with pytest.raises(TrainDataError, match=f"^documents: they hold an object of type {name}; each must be bytes"):
+            evaluate(make_model(), odd, TOKENS)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -13,7 +13,15 @@ import torch
 from cached_runs import make_config
 from torch import nn
 
-from csa2_compiled import CheckpointError, CSA2ForCausalLM, load_attention, load_model, save_model, train_checkpoint
+from csa2_compiled import (
+    CheckpointError,
+    CSA2ForCausalLM,
+    CSA2InputError,
+    load_attention,
+    load_model,
+    save_model,
+    train_checkpoint,
+)
 from csa2_compiled.checkpointing import checkpoint_block
 from csa2_compiled.model import CSA2Block
 from csa2_compiled.model_files import read_tensors, write_tensors
@@ -28,6 +36,7 @@ from csa2_compiled.train import (
     train,
 )
 from csa2_compiled.train_checkpoint import latest_checkpoint
+from csa2_compiled.train_data import TrainDataError
 
 CFG = make_config((0, 2, 2), (1,), (1,))  # window, full, reuse
 DOCUMENTS = [
@@ -128,6 +137,34 @@ def test_distillation_changes_the_indexers_alone(tmp_path: Path) -> None:
         of_indexer = ".indexer." in name
         assert torch.equal(states[0][name], states[1][name]) != of_indexer, name
         assert torch.equal(states[0][name], before) == of_indexer, name
+
+
+def test_distillation_leaves_the_clipping_of_the_others_alone(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"grad_clip": 0.01, "warmup": 0}
+    plain = make_trainer(tmp_path, **settings)
+    distilled = make_trainer(tmp_path, **settings, distill=True, distill_weight=1e4)
+    norms: list[float] = []
+
+    def measure(*_: Any) -> None:
+        named = distilled._trained().items()
+        gradients = [p.grad for name, p in named if ".indexer." in name and p.grad is not None]
+        norms.append(nn.utils.get_total_norm(gradients).item())
+
+    distilled.optimizer.register_step_pre_hook(measure)
+    assert plain.step().grad_norm == distilled.step().grad_norm > 0.01
+    assert norms == [pytest.approx(0.01, rel=1e-4)]
+    states = plain.model.state_dict(), distilled.model.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] if ".indexer." not in name)
+
+
+def test_distillation_may_leave_steps_out(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "whole", distill=True, distill_every=3, save_every=2)
+    expected = run(whole)
+    assert [report.distillation_loss is not None for report in expected] == [s in (1, 4, 7) for s in range(1, 9)]
+    resumed = make_trainer(tmp_path / "resumed", distill=True, distill_every=3, save_every=2)
+    resumed.load(tmp_path / "whole" / "checkpoint-2")
+    assert run(resumed) == expected[2:]
+    assert state_of(resumed) == state_of(whole)
 
 
 def test_distillation_has_two_stages(tmp_path: Path) -> None:
@@ -304,13 +341,15 @@ REFUSED_SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("steps", "batch_size"), (0, -1, 1.5, True)),
     "seq_len": (1, "8"),
     **dict.fromkeys(("warmup", "val_every", "save_every", "seed"), (-1, 0.5)),
-    "lr": (0, -1e-3, math.nan, math.inf, "1"),
+    "lr": (0, -1e-3, math.nan, math.inf, "1", True),
     "min_lr_ratio": (-0.1, 1.1),
     "weight_decay": (-0.1, math.inf),
-    "grad_clip": (-1.0, math.nan),
+    "grad_clip": (-1.0, math.nan, False),
     "val_fraction": (-0.1, 1.0),
     "dtype": ("float16", None),
+    **dict.fromkeys(("compile", "checkpointing"), ("no", 1, None)),
     "distill": (1, "dense", None),
+    "distill_every": (0, 1.5, True),
     "distill_warmup": (-1, 0.5, True),
     "distill_weight": (0, -1.0, math.nan, "1"),
 }
@@ -331,6 +370,51 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, cfg=make_config((0,), (), ()), distill=True)
     with pytest.raises(TypeError, match="bfloat16"):
         Trainer(CSA2ForCausalLM(CFG, dtype=torch.bfloat16), DOCUMENTS, BASE, tmp_path)
+
+
+def test_a_text_that_is_refused_leaves_the_model_alone(tmp_path: Path) -> None:
+    model = CSA2ForCausalLM(CFG).eval()
+    with pytest.raises(TrainDataError, match="documents: they hold an object of type str"):
+        Trainer(model, ["some text"], replace(BASE, distill=True), tmp_path)  # type: ignore[list-item]
+    assert not model.training
+    assert not any(p.requires_grad for name, p in model.named_parameters() if ".indexer." in name)
+
+
+@pytest.mark.parametrize("layout", ["slots", "dense"])
+def test_a_layout_without_a_gradient_is_refused_by_name(layout: str) -> None:
+    model, ids = CSA2ForCausalLM(CFG, dtype=torch.float32), torch.arange(16).unsqueeze(0)
+    for block in model.layers:
+        block.attn.layout = layout
+    with pytest.raises(CSA2InputError, match=f"^layout is {layout}, which has no gradient; use auto or plain"):
+        model(ids)
+    with torch.no_grad():
+        assert model(ids).isfinite().all()
+    model.requires_grad_(False)
+    assert model(ids).isfinite().all()
+    x = torch.randn(1, 16, CFG.hidden_size, requires_grad=True)
+    with pytest.raises(CSA2InputError, match=f"^layout is {layout}"):
+        model.layers[0].attn(x)
+
+
+def test_a_run_whose_compilation_failed_goes_on_eagerly(tmp_path: Path) -> None:
+    eager, failed = make_trainer(tmp_path), make_trainer(tmp_path, compile=True)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    failed._forward = broken
+    with pytest.raises(RuntimeError, match="no kernel"):
+        failed.step()
+    failed.run_eagerly()
+    assert not failed.cfg.compile
+    assert replace(failed.step(), seconds=0.0) == replace(eager.step(), seconds=0.0)
+
+
+def test_a_batch_may_be_skipped(tmp_path: Path) -> None:
+    whole, skipping = make_trainer(tmp_path), make_trainer(tmp_path)
+    whole.step()
+    skipping.skip_batch()
+    assert (skipping.position, skipping.steps_done) == (whole.position, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
