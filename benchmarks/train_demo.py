@@ -1,4 +1,4 @@
-"""Train the small model that is shipped, on Python's own documentation and standard library, and measure it.
+"""Train a small model on Python's own documentation and standard library, and measure it.
 
     python benchmarks/train_demo.py --out demo                                   # one GPU, about 6 minutes
     python benchmarks/train_demo.py --out smoke --minutes 0.05 --quick           # that it works, and fills the caches
@@ -307,7 +307,7 @@ def main(
     text_folder: Annotated[Path | None, typer.Option("--text", help="Also write what is trained on there.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure on two documents; the samples are short.")] = False,
 ) -> None:
-    """Train the shipped model and write it, its card and its report to a directory."""
+    """Train the model and write it, its card and its report to a directory."""
     begin, console, place = time.monotonic(), Console(highlight=False, markup=False, width=120), torch.device(device)
     compiles = place.type == "cuda" if compile_ is None else compile_
     settings = replace(SETTINGS, compile=compiles, distill=distill, lr=lr, seed=seed)

@@ -27,9 +27,7 @@ from csa2_compiled import (
     evaluate,
     generate,
     load_attention,
-    load_demo_model,
     load_state,
-    model_files,
     save_attention,
     save_state,
 )
@@ -727,6 +725,14 @@ GENERATION_CASES = [
 OTHER_CASES = [
     Case(
         "layer.layout",
+        "dense or slots in a call that needs gradients",
+        CSA2InputError,
+        None,
+        lambda s: s.modules["dense"](torch.randn(1, 8, CONFIG.hidden_size, requires_grad=True), CSA2State()),
+        ("layout is dense, which has no gradient",),
+    ),
+    Case(
+        "layer.layout",
         "an unknown layout",
         ValueError,
         None,
@@ -909,15 +915,9 @@ def evaluated(**settings: Any) -> Callable[[Setup], Any]:
     return lambda s: evaluate(s.modules["model"], [b"some text"], **{"seq_len": 8, **settings})
 
 
-def without_demo_model(setup: Setup) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_files, "DEMO_FOLDER", setup.folder / "none")
-        return load_demo_model()
-
-
 ZERO_OR_MORE, WHOLE = "a finite number of at least 0", "an integer of at least"
 TRAINING_CASES = [
-    bad_setting("steps, batch_size", "less than 1, or no integer", 0, f"{WHOLE} 1"),
+    bad_setting("steps, batch_size, distill_every", "less than 1, or no integer", 0, f"{WHOLE} 1"),
     bad_setting("seq_len", "less than 2, or no integer", 1, f"{WHOLE} 2"),
     bad_run(
         "seq_len of TrainConfig",
@@ -933,7 +933,7 @@ TRAINING_CASES = [
     bad_setting("weight_decay, grad_clip", "less than 0, infinite or NaN", -1.0, ZERO_OR_MORE),
     bad_setting("val_fraction", "less than 0, 1 or more, or NaN", 1.0, "from 0 to below 1"),
     bad_setting("dtype", "another than these", "float16", "float32 or bfloat16"),
-    bad_setting("distill", "no bool", 1, "True or False"),
+    bad_setting("distill, compile, checkpointing", "no bool", 1, "True or False"),
     Case(
         "distill of TrainConfig",
         "True for a model without a layer that selects",
@@ -993,12 +993,20 @@ TRAINING_CASES = [
         ("attends is ['all']", "sparse, dense, window"),
     ),
     Case(
-        "load_demo_model",
-        "a package installed without the model's files",
-        CheckpointError,
+        "attends of evaluate",
+        "a string",
+        CSA2InputError,
         None,
-        without_demo_model,
-        ("none has no model.safetensors", "train_demo.py makes it"),
+        evaluated(attends="dense"),
+        ("attends is the string 'dense'",),
+    ),
+    Case(
+        "documents of evaluate, of Trainer",
+        "a string, or objects that are not bytes",
+        TrainDataError,
+        None,
+        lambda s: evaluate(s.modules["model"], ["text"], 8),  # type: ignore[list-item]
+        ("documents: they hold an object of type str",),
     ),
 ]
 
