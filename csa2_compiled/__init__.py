@@ -12,7 +12,7 @@ from csa2_compiled.distillation import DistillationLosses, distillation_loss, en
 from csa2_compiled.generation import generate, prefill, sample
 from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.model_files import load_demo_model, load_model, save_model
+from csa2_compiled.model_files import load_model, save_model
 from csa2_compiled.quality import QualityReport, evaluate
 from csa2_compiled.state import CSA2Output, CSA2State, Publication
 from csa2_compiled.state_files import SavedState, load_state, save_state
@@ -48,7 +48,6 @@ __all__ = [
     "generate",
     "load_attention",
     "load_compile_cache",
-    "load_demo_model",
     "load_model",
     "load_state",
     "prefill",

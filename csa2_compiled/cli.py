@@ -25,7 +25,7 @@ from csa2_compiled.cli_shared import errors as _errors
 from csa2_compiled.cli_shared import make_console as _console
 from csa2_compiled.cli_train import train
 from csa2_compiled.doctor import CudaDevice, DoctorReport, examine, run_obstacle
-from csa2_compiled.generate_report import GenerateReport, generate_text, read_model, shipped_model
+from csa2_compiled.generate_report import GenerateReport, generate_text, read_model
 from csa2_compiled.model import CSA2ForCausalLM
 from csa2_compiled.run_report import (
     BadArgumentError,
@@ -119,17 +119,9 @@ def generate(
     stop: Annotated[str, typer.Option(help="End at any of these bytes.", metavar="BYTES")] = "",
     model_path: Annotated[
         Path | None,
-        typer.Option(
-            "--model",
-            help="Directory of a whole model, as csa2 train makes it; without it, --config and --weights, the small "
-            "one that comes with csa2-compiled.",
-            metavar="DIR",
-        ),
+        typer.Option("--model", help="Directory of a whole model, as csa2 train makes it.", metavar="DIR"),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="config.json of a model with random weights instead.", metavar="JSON"),
-    ] = None,
+    config: ConfigOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = Device.CPU,
     passes: PassesOption = "all",
@@ -156,8 +148,6 @@ def generate(
             raise BadArgumentError("--max-new-tokens", f"{max_new_tokens} is not at least 1")
         length = len(prompt_bytes) + max_new_tokens - 1  # the last byte does not go in
         run_report.check_device(device.value)
-        if model_path is None and config is None and weights is None:
-            model_path = shipped_model()
         asked_by = f"--max-new-tokens after a prompt of {len(prompt_bytes)} bytes"
         model, names = _prepare(
             config,

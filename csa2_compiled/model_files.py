@@ -13,7 +13,6 @@ from csa2_compiled.config import ConfigError, CSA2Config
 from csa2_compiled.model import CSA2ForCausalLM
 
 WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
-DEMO_FOLDER = Path(__file__).parent / "assets"
 
 
 def save_model(model: CSA2ForCausalLM, path: str | os.PathLike[str]) -> None:
@@ -59,25 +58,6 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str | None =
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
     return model.to(device)
-
-
-def load_demo_model(device: torch.device | str | None = None) -> CSA2ForCausalLM:
-    """The small model that comes with this package, ready to generate: bytes of Python's documentation, bfloat16.
-
-    Its card is README.md in `DEMO_FOLDER`. Raises CheckpointError where the package was installed without its files.
-    """
-    return load_model(demo_folder(), device).eval()
-
-
-def demo_folder() -> Path:
-    """The directory of the small model. Raises CheckpointError when its files are not there."""
-    for name in (WEIGHTS_NAME, CONFIG_NAME):
-        if not (DEMO_FOLDER / name).is_file():
-            raise CheckpointError(
-                f"{DEMO_FOLDER} has no {name}: the small model that comes with csa2-compiled is not installed; "
-                "benchmarks/train_demo.py makes it, and any other model can be given instead"
-            )
-    return DEMO_FOLDER
 
 
 def copy_in_dtype(model: CSA2ForCausalLM, dtype: torch.dtype) -> CSA2ForCausalLM:

@@ -14,14 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from csa2_compiled import (
-    CheckpointError,
     CSA2Config,
     CSA2ForCausalLM,
     CSA2InputError,
     evaluate,
-    generate_report,
-    load_demo_model,
-    model_files,
     save_model,
 )
 from csa2_compiled.cli import app
@@ -223,29 +219,3 @@ def test_the_command_refuses_by_name(folder: Path) -> None:
         result = invoke(*usual, *arguments)
         assert result.exit_code == 2, result.output
         assert problem in result.stderr
-
-
-def test_the_shipped_model_is_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "DEMO_FOLDER", folder / "model")
-    model = load_demo_model()
-    assert not model.training
-    assert torch.equal(
-        nn.utils.parameters_to_vector(model.parameters()), nn.utils.parameters_to_vector(make_model().parameters())
-    )
-    assert invoke("evaluate", "--text", folder / "text", "--seq-len", 16).exit_code == 0
-    texts = [
-        invoke("generate", "--eager", "--prompt", "to be", "--max-new-tokens", 5, *more).stdout
-        for more in ((), ("--model", folder / "model"))
-    ]
-    assert texts[0] == texts[1] != ""
-
-
-def test_an_installation_without_the_model_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "DEMO_FOLDER", folder)
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors: the small model .* is not installed"):
-        load_demo_model()
-    with pytest.raises(generate_report.BadArgumentError, match="give --model, or --config"):
-        generate_report.shipped_model()
-    result = invoke("generate", "--prompt", "x")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("csa2 generate: --model: ")
