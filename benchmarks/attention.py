@@ -47,7 +47,7 @@ from attention_parts import (
 from flops import attention_flops
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, results_path
+from timing import attempt, medians, number, peak_gib, provenance, require_device, results_path
 from torch import Tensor
 
 from csa2_compiled import CSA2Config
@@ -124,7 +124,7 @@ def main(
     if show is not None:
         print_result(json.loads(show.read_text()))
         return
-    place = torch.device(device)
+    place = require_device(device)
     released = place.type == "cuda"
     if what_it_waits_for and not released:
         raise typer.BadParameter("--what-it-waits-for times kernels, which need --device cuda")

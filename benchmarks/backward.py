@@ -23,7 +23,7 @@ import typer
 from attention_parts import Inputs, make_inputs
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, results_path
+from timing import attempt, medians, number, peak_gib, provenance, require_device, results_path
 from torch import Tensor
 
 from csa2_compiled import AttentionLayout, CSA2Config, ops
@@ -79,7 +79,7 @@ def main(
     if show is not None:
         print_result(json.loads(show.read_text()))
         return
-    place = torch.device(device)
+    place = require_device(device)
     released = place.type == "cuda"
     if sweep and not released:
         raise typer.BadParameter("--sweep times kernels, which need --device cuda")

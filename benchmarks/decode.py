@@ -24,7 +24,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import REPOSITORY, medians, provenance
+from timing import REPOSITORY, medians, provenance, require_device
 from torch import Tensor, nn
 
 from csa2_compiled import CSA2Attention, CSA2Cache, CSA2Config, CSA2State, LayerRole, compile_model
@@ -163,7 +163,7 @@ def main(
         result = json.loads(show.read_text())
         print_table(result["title"], [Row(**row) for row in result["rows"]])
         return
-    place = torch.device(device)
+    place = require_device(device)
     on_gpu = place.type == "cuda"
     cfg, dtype = (CSA2Config.v41_flash(), torch.bfloat16) if on_gpu else (CSA2Config.tiny(), torch.float32)
     if on_gpu and compile_ahead and not warm_only:

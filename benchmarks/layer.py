@@ -29,7 +29,7 @@ import typer
 from flops import attention_flops, filled_slots, index_score_flops, visible_pairs
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, results_path
+from timing import attempt, medians, number, peak_gib, provenance, require_device, results_path
 from torch import Tensor
 
 from csa2_compiled import (
@@ -146,7 +146,7 @@ def main(
         print_table(result["title"], [Row(**row) for row in result["rows"]])
         return
     begin = time.perf_counter()
-    place = torch.device(device)
+    place = require_device(device)
     released = place.type == "cuda"
     lengths = [int(tokens) for tokens in (seq_len or ("1024 4096 16384" if released else "512")).split()]
     for name in passes.split():

@@ -24,7 +24,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import provenance, results_path
+from timing import provenance, require_device, results_path
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -182,7 +182,7 @@ def main(
     if unknown:
         named, allowed = ", ".join(map(repr, unknown)), ", ".join(VARIANTS)
         raise typer.BadParameter(f"{named} is no variant; allowed are {allowed}", param_hint="--variants")
-    place, setup = torch.device(device), Setup(steps, dense_steps, batch_size, lr, seed)
+    place, setup = require_device(device), Setup(steps, dense_steps, batch_size, lr, seed)
     report: dict[str, Any] = {
         "provenance": provenance(place),
         "setup": asdict(setup),

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import typer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _CYCLES_PER_MS = 2_000_000  # of an H200 at its full clock
 _MOST_AHEAD_MS = 50.0
 _PATH_OPTIONS = ("--output", "--out", "--text")
 T = TypeVar("T")
+
+
+def require_device(name: str) -> torch.device:
+    """The device of that name. Raises typer.BadParameter where it cannot be used."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("device is cuda, but torch sees no CUDA device here; use --device cpu")
+    return torch.device(name)
 
 
 def run_once(function: Callable[[], Any], device: torch.device, calls: int = 1, ahead_ms: float = 0.0) -> float:

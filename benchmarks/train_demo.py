@@ -38,7 +38,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import provenance
+from timing import provenance, require_device
 
 from csa2_compiled import CSA2Config, CSA2ForCausalLM, TrainConfig, Trainer, generate, load_model, save_model
 from csa2_compiled.model_files import WEIGHTS_NAME, copy_in_dtype
@@ -308,7 +308,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Measure on two documents; the samples are short.")] = False,
 ) -> None:
     """Train the model and write it, its card and its report to a directory."""
-    begin, console, place = time.monotonic(), Console(highlight=False, markup=False, width=120), torch.device(device)
+    begin, console, place = time.monotonic(), Console(highlight=False, markup=False, width=120), require_device(device)
     compiles = place.type == "cuda" if compile_ is None else compile_
     settings = replace(SETTINGS, compile=compiles, distill=distill, lr=lr, seed=seed)
     cfg, settings = (MODEL, settings) if place.type == "cuda" else trial_of(MODEL, settings)

@@ -359,6 +359,8 @@ class CSA2Attention(nn.Module):
 
     def _check(self, x: Tensor, state: CSA2State | None, cache: CSA2Cache | LayerCache | None) -> None:
         cfg = self.cfg
+        if not isinstance(x, Tensor):
+            raise CSA2InputError(f"x is a {type(x).__name__}; it must be a tensor [batch, tokens, hidden_size]")
         if x.dim() != 3 or x.shape[-1] != cfg.hidden_size:
             raise CSA2InputError(
                 f"x has shape {tuple(x.shape)}; it must be [batch, tokens, hidden_size {cfg.hidden_size}]"

@@ -186,13 +186,14 @@ def print_report(console: Console, report: CompileReport) -> None:
 
 def _measure(device: str, full: bool, only: list[str], time_limit: float | None) -> CompileReport:
     run_report.check_device(device)
-    obstacle = run_obstacle(device)
-    if obstacle is not None:
-        raise NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
     known = compile_report.all_cases(device) if full else compile_report.default_cases(device)
     cases = [case for case in known if not only or any(text in case.name for text in only)]
     if not cases:
-        raise BadArgumentError("--only", f"no case has {' or '.join(map(repr, only))} in its name")
+        names = "; ".join(case.name for case in known)
+        raise BadArgumentError("--only", f"no case has {' or '.join(map(repr, only))} in its name; cases are {names}")
+    obstacle = run_obstacle(device)
+    if obstacle is not None:
+        raise NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
     if time_limit is None:
         time_limit = compile_report.CUDA_SECONDS if device == "cuda" and not full else float("inf")
     console = make_console(stderr=True)

@@ -47,6 +47,8 @@ def generate(
         raise TypeError(f"model is a {type(eager).__name__}; it must be a CSA2ForCausalLM, compiled or not")
     place = eager.embed.weight.device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=place) if isinstance(prompt, bytes) else prompt
+    if not isinstance(ids, Tensor):
+        raise CSA2InputError(f"prompt is a {type(prompt).__name__}; it must be bytes or an integer tensor [B, S]")
     _check_sampling(temperature, top_k, top_p)
     _check_stop(stop, eager.cfg.vocab_size)
     _check_seed(seed)

@@ -168,6 +168,10 @@ class CSA2ForCausalLM(nn.Module):
 
         While a CUDA graph is captured values cannot be read, and only shapes and dtypes are checked.
         """
+        if not isinstance(input_ids, Tensor):
+            raise CSA2InputError(
+                f"input_ids is a {type(input_ids).__name__}; it must be an integer tensor [batch, tokens]"
+            )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise CSA2InputError(
                 f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be an int64 or "

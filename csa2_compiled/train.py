@@ -94,10 +94,10 @@ class TrainConfig:
         for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip", "val_fraction", "distill_weight"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                self._refuse(name, "a finite number of at least 0")
-        for name in ("lr", "distill_weight"):
-            if getattr(self, name) == 0:
-                self._refuse(name, "a number above 0")
+                above = "above" if name in ("lr", "distill_weight") else "of at least"
+                self._refuse(name, f"a finite number {above} 0")
+            if name in ("lr", "distill_weight") and value == 0:
+                self._refuse(name, "a finite number above 0")
         if self.min_lr_ratio > 1:
             self._refuse("min_lr_ratio", "a number from 0 to 1")
         if self.val_fraction >= 1:
@@ -336,7 +336,7 @@ class Trainer:
         for name, allowed in own.items():
             came = snapshot.config.get(name)
             if came != allowed:
-                raise CheckpointError(f"{path} is of a model with {name} {came!r}: allowed is {allowed!r}")
+                raise CheckpointError(f"{path} is of a model with {name} {came!r}; this model has {allowed!r}")
         if state.get("data") != self.data.fingerprint:
             raise CheckpointError(f"{path} is of a run on other documents: allowed are the same texts and separator")
         settings = state.get("settings")
@@ -344,7 +344,7 @@ class Trainer:
         for field in fields(TrainConfig):
             came, allowed = settings.get(field.name), getattr(self.cfg, field.name)
             if field.name not in _FREE_ON_RESUME and came != allowed:
-                raise CheckpointError(f"{path} is of a run with {field.name} {came!r}: allowed is {allowed!r}")
+                raise CheckpointError(f"{field.name} is {allowed!r}; {path} is of a run with {came!r}")
 
     def _check_optimizer(self, tensors: dict[str, Tensor], path: Path) -> dict[str, Any]:
         """The optimizer's state_dict that these tensors make. A parameter without a gradient so far has none."""

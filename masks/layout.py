@@ -21,7 +21,7 @@ gathered slots, without the pass, takes 3.6 ms, a price of 1.1), 2.3 on a CPU (t
 from dataclasses import dataclass
 from enum import Enum
 
-from csa2_compiled.passes.inductor import has_static_value
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 SLOTS_PER_DENSE_PAIR = {"cuda": 0.35, "cpu": 2.3}
 KEY_BLOCK = 128

@@ -181,6 +181,14 @@ ONES, EIGHT = [1] * 8, torch.ones(2, 8, dtype=torch.int64)
 X_CASES = [
     bad_input(
         "x",
+        "no tensor",
+        "full",
+        lambda s: {"x": [1.0]},
+        "x is a list",
+        "tensor [batch, tokens, hidden_size]",
+    ),
+    bad_input(
+        "x",
         "another number of dimensions",
         "full",
         lambda s: {"x": s.x[0]},
@@ -442,6 +450,14 @@ DOCUMENT_CASES = [
 ]
 
 INPUT_IDS_CASES = [
+    bad_input(
+        "input_ids",
+        "no tensor",
+        "model",
+        lambda s: {"input_ids": [[1, 2]]},
+        "input_ids is a list",
+        "integer tensor [batch, tokens]",
+    ),
     bad_input(
         "input_ids",
         "another number of dimensions",
@@ -928,7 +944,7 @@ TRAINING_CASES = [
         seq_len=33,
     ),
     bad_setting("warmup, val_every, save_every, seed, distill_warmup", "less than 0, or no integer", -1, f"{WHOLE} 0"),
-    bad_setting("lr, distill_weight", "0 or less, infinite or NaN", 0, "a number above 0"),
+    bad_setting("lr, distill_weight", "0 or less, infinite or NaN", 0, "a finite number above 0"),
     bad_setting("min_lr_ratio", "less than 0, more than 1, or NaN", 1.5, "from 0 to 1"),
     bad_setting("weight_decay, grad_clip", "less than 0, infinite or NaN", -1.0, ZERO_OR_MORE),
     bad_setting("val_fraction", "less than 0, 1 or more, or NaN", 1.0, "from 0 to below 1"),

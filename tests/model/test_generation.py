@@ -413,3 +413,8 @@ def test_rows_and_other_dimensions_are_independent() -> None:
         assert tokens.dtype is torch.int64
     pairs = sample(torch.zeros(DRAWS, 2, 2), 1.0, generator=torch.Generator().manual_seed(0))
     assert_frequencies(torch.bincount(pairs[:, 0] * 2 + pairs[:, 1]), torch.full((4,), 0.25))
+
+
+def test_a_prompt_of_another_type_is_refused() -> None:
+    with pytest.raises(CSA2InputError, match="prompt is a str; it must be bytes or an integer tensor"):
+        generate(CSA2ForCausalLM(CSA2Config.tiny()), "text", 3)  # type: ignore[arg-type]
