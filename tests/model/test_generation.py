@@ -417,4 +417,4 @@ def test_rows_and_other_dimensions_are_independent() -> None:
 
 def test_a_prompt_of_another_type_is_refused() -> None:
     with pytest.raises(CSA2InputError, match="prompt is a str; it must be bytes or an integer tensor"):
-        generate(CSA2ForCausalLM(CSA2Config.tiny()), "text", 3)  # type: ignore[arg-type]
+        generate(MODEL, "text", 3)  # type: ignore[arg-type]
