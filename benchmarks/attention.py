@@ -47,7 +47,7 @@ from attention_parts import (
 from flops import attention_flops
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, require_device, results_path
+from timing import attempt, medians, number, peak_gib, provenance, read_result, require_device, results_path
 from torch import Tensor
 
 from csa2_compiled import CSA2Config
@@ -122,7 +122,7 @@ def main(
 ) -> None:
     """Time the parts of the attention, eager, compiled and as kernels."""
     if show is not None:
-        print_result(json.loads(show.read_text()))
+        print_result(read_result(show, Row.__dataclass_fields__))
         return
     place = require_device(device)
     released = place.type == "cuda"

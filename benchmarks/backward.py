@@ -23,7 +23,7 @@ import typer
 from attention_parts import Inputs, make_inputs
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, require_device, results_path
+from timing import attempt, medians, number, peak_gib, provenance, read_result, require_device, results_path
 from torch import Tensor
 
 from csa2_compiled import AttentionLayout, CSA2Config, ops
@@ -77,7 +77,7 @@ def main(
 ) -> None:
     """Time a training step of the attention core."""
     if show is not None:
-        print_result(json.loads(show.read_text()))
+        print_result(read_result(show, Row.__dataclass_fields__))
         return
     place = require_device(device)
     released = place.type == "cuda"

@@ -24,7 +24,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import REPOSITORY, medians, provenance, require_device
+from timing import medians, provenance, read_result, require_device, results_path
 from torch import Tensor, nn
 
 from csa2_compiled import CSA2Attention, CSA2Cache, CSA2Config, CSA2State, LayerRole, compile_model
@@ -160,7 +160,7 @@ def main(
 ) -> None:
     """Time one decoding step per layer and for the whole stack."""
     if show is not None:
-        result = json.loads(show.read_text())
+        result = read_result(show, Row.__dataclass_fields__)
         print_table(result["title"], [Row(**row) for row in result["rows"]])
         return
     place = require_device(device)
@@ -169,7 +169,7 @@ def main(
     if on_gpu and compile_ahead and not warm_only:
         compile_in_parallel(rows, batches, contexts)
     results: list[Row] = []
-    path = output or REPOSITORY / "benchmarks" / "results" / f"{'h200' if on_gpu else 'cpu'}-decode.json"
+    path = output or results_path(place, "decode")
     shapes = "released shapes" if on_gpu else "tiny preset"
     title = f"one decoding step, {shapes}, {dtype}"
     lengths, sizes = [int(c) for c in contexts.split()], [int(b) for b in batches.split()]

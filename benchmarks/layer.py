@@ -29,7 +29,7 @@ import typer
 from flops import attention_flops, filled_slots, index_score_flops, visible_pairs
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, require_device, results_path
+from timing import attempt, medians, number, peak_gib, provenance, read_result, require_device, results_path
 from torch import Tensor
 
 from csa2_compiled import (
@@ -142,7 +142,7 @@ def main(
 ) -> None:
     """Time every role's layer, eager and compiled."""
     if show is not None:
-        result = json.loads(show.read_text())
+        result = read_result(show, Row.__dataclass_fields__)
         print_table(result["title"], [Row(**row) for row in result["rows"]])
         return
     begin = time.perf_counter()

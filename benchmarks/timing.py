@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,6 +105,25 @@ def results_path(device: torch.device, question: str) -> Path:
     """Where a benchmark's JSON goes: named after the device (NVIDIA H200: h200) and the question it answers."""
     kind = torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
     return REPOSITORY / "benchmarks" / "results" / f"{kind}-{question}.json"
+
+
+def read_result(path: Path, row_fields: Collection[str]) -> dict[str, Any]:
+    """An earlier result of a benchmark, for --show; prints where it comes from.
+
+    Raises typer.BadParameter for a file that cannot be read, or whose rows have other fields.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        others = {name for row in result["rows"] for name in row} - set(row_fields)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise typer.BadParameter(f"show: {path} is no result of this benchmark: {problem}") from error
+    if others:
+        raise typer.BadParameter(f"show: {path} is of another benchmark: its rows have {', '.join(sorted(others))}")
+    known = ("device", "threads", "torch", "triton", "python", "date", "commit")
+    print(", ".join(f"{key} {result[key]}" for key in known if key in result))
+    print(result.get("command", ""))
+    return result
 
 
 def peak_gib(function: Callable[[], Any], device: torch.device) -> float | None:

@@ -263,3 +263,17 @@ def peer_shapes(q: Tensor, kv_all: Tensor, indices: Tensor, sink: Tensor, scale:
 
 def test_peers_get_the_documented_shapes(inputs: attention_parts.Inputs):
     assert attention.peer_call(peer_shapes, inputs)().shape == inputs.q.shape
+
+
+@pytest.mark.parametrize(("name", "problem"), [("h200-decode.json", "another benchmark"), ("none.json", "no result")])
+def test_results_of_others_are_refused(name: str, problem: str):
+    path = timing.REPOSITORY / "benchmarks" / "results" / name
+    with pytest.raises(typer.BadParameter, match=problem):
+        layer_benchmark.main(show=path)
+
+
+def test_where_a_result_comes_from_is_shown(capsys: pytest.CaptureFixture[str]):
+    layer_benchmark.main(show=timing.REPOSITORY / "benchmarks" / "results" / "h200-layer.json")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("device NVIDIA H200")
+    assert second.startswith("python benchmarks/layer.py")
