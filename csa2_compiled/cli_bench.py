@@ -3,6 +3,8 @@
 import json
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +66,8 @@ def compile_(
         typer.Option(help="Begin no case after that many seconds.", metavar="S", show_default="180 on cuda"),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the report there, as JSON.", metavar="PATH")
+        Path | None,
+        typer.Option("--json", help="Also write the report there after each case, as JSON.", metavar="PATH"),
     ] = None,
     chart: Annotated[Path | None, typer.Option(help="Also draw it, stacked bars of phases.", metavar="PNG")] = None,
     show: Annotated[
@@ -92,12 +95,17 @@ def compile_(
                 check_output(argument, path)
         if chart is not None:
             _check_matplotlib()
-        report = _measure(device.value, full, only or [], time_limit) if show is None else _read("--show", show)
+
+        def write(report: CompileReport) -> None:
+            if json_path is not None:
+                text = json.dumps(compile_report.to_dict(report), indent=1) + "\n"
+                json_path.write_text(text, encoding="utf-8")
+
+        only = only or []
+        report = _measure(device.value, full, only, time_limit, write) if show is None else _read("--show", show)
         console = make_console()
         print_report(console, report)
-        if json_path is not None:
-            text = json.dumps(compile_report.to_dict(report), indent=1) + "\n"
-            json_path.write_text(text, encoding="utf-8")
+        write(report)
         if chart is not None:
             compile_report.draw(report).savefig(chart, dpi=150)
         failed = any(reason.startswith("exit code") for reason in report.not_measured.values())
@@ -184,7 +192,9 @@ def print_report(console: Console, report: CompileReport) -> None:
         console.print(f"{target.name}: {value}, at most {target.limit:g}: {met}{note}")
 
 
-def _measure(device: str, full: bool, only: list[str], time_limit: float | None) -> CompileReport:
+def _measure(
+    device: str, full: bool, only: list[str], time_limit: float | None, on_report: Callable[[CompileReport], None]
+) -> CompileReport:
     run_report.check_device(device)
     known = compile_report.all_cases(device) if full else compile_report.default_cases(device)
     cases = [case for case in known if not only or any(text in case.name for text in only)]
@@ -196,14 +206,14 @@ def _measure(device: str, full: bool, only: list[str], time_limit: float | None)
         raise NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
     if time_limit is None:
         time_limit = compile_report.CUDA_SECONDS if device == "cuda" and not full else float("inf")
-    console = make_console(stderr=True)
+    console, begin = make_console(stderr=True), time.perf_counter()
 
     def on_case(case: Case) -> None:
-        console.print(f"measuring {case.name}")
+        console.print(f"{time.perf_counter() - begin:.0f} s: measuring {case.name}")
 
     script = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["csa2"]
     command = shlex.join([*script, *sys.argv[1:]])
-    return compile_report.run_cases(cases, on_case, time_limit, command)
+    return compile_report.run_cases(cases, on_case, time_limit, command, on_report)
 
 
 @torch.no_grad()

@@ -118,12 +118,16 @@ def run_cases(
     on_case: Callable[[Case], None] = lambda case: None,
     time_limit: float = math.inf,
     command: str = "",
+    on_report: Callable[[CompileReport], None] = lambda report: None,
 ) -> CompileReport:
     """Measure one case after the other, each in a fresh process with caches of its own.
 
     Starts "warm" and "portable" come after a cold one of the same case, which is measured too. on_case: called before
-    each. time_limit: seconds after which no case is begun. command: for the report.
+    each. time_limit: seconds after which no case is begun. command: for the report. on_report: called after each with
+    the report so far.
     """
+    environment = environment_of(torch.device(cases[0].device if cases else "cpu"))
+    date = datetime.date.today().isoformat()
     deadline = time.perf_counter() + time_limit
     measured: list[Measurement] = []
     missing: dict[str, str] = {}
@@ -142,9 +146,8 @@ def run_cases(
                     measured.append(result)
                 else:
                     missing[case.name] = result
-    device = torch.device(cases[0].device if cases else "cpu")
-    date = datetime.date.today().isoformat()
-    return CompileReport(environment_of(device), date, command, tuple(measured), missing)
+                on_report(CompileReport(environment, date, command, tuple(measured), dict(missing)))
+    return CompileReport(environment, date, command, tuple(measured), missing)
 
 
 def run_case(case: Case, caches: Path, portable: Path | None = None) -> Measurement | str:

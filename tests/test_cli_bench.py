@@ -60,7 +60,7 @@ def chosen(monkeypatch) -> list[Case]:
     """The cases that the command would measure; each gets a made-up measurement, the deep stack a failure."""
     cases: list[Case] = []
 
-    def run(asked, on_case, time_limit, command) -> CompileReport:
+    def run(asked, on_case, time_limit, command, on_report) -> CompileReport:
         cases.extend(asked)
         for case in asked:
             on_case(case)
@@ -83,6 +83,18 @@ def test_only_chooses_cases_and_json_and_chart_are_written(chosen, tmp_path):
     assert [m.case for m in compile_report.read_report(json_path).measurements] == chosen
     assert {target["name"] for target in json.loads(json_path.read_text())["targets"]} >= {"graph breaks"}
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_the_cases_so_far_when_the_measuring_is_stopped(monkeypatch, tmp_path):
+    def run(asked, on_case, time_limit, command, on_report):
+        on_report(make_report(make_measurement(EACH)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_report, "run_cases", run)
+    monkeypatch.setattr(cli_bench, "run_obstacle", lambda device: None)
+    path = tmp_path / "new.json"
+    assert invoke("bench", "compile", "--json", path).exit_code == 130
+    assert [m.case for m in compile_report.read_report(path).measurements] == [EACH]
 
 
 def test_a_case_that_fails_makes_the_command_fail(chosen):

@@ -69,8 +69,14 @@ def test_warm_and_portable_starts_take_every_graph_from_a_cache():
     case = replace(SMALL, lengths=(48,))
     cases = [replace(case, start=start) for start in ("warm", "portable")]
     begun: list[str] = []
-    report = run_cases(cases, lambda case: begun.append(case.start))
+    so_far: list[int] = []
+    report = run_cases(
+        cases,
+        lambda case: begun.append(case.start),
+        on_report=lambda report: so_far.append(len(report.measurements)),
+    )
     assert report.not_measured == {}
+    assert so_far == [1, 2, 3]
     assert begun == ["cold", "warm", "portable"]
     cold, warm, portable = report.measurements
     assert (cold.graphs, warm.graphs, portable.graphs) == (1, 1, 1)

@@ -79,7 +79,9 @@ def test_the_demo_model_is_trained_measured_and_described(tmp_path: Path, monkey
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(log) == report["steps"] >= 2
     distilled = [step["distillation_loss"] for step in log if "distillation_loss" in step]
-    assert [step["step"] for step in log if "distillation_loss" in step] == list(range(1, len(log) + 1, 4))
+    assert [step["step"] for step in log if "distillation_loss" in step] == list(
+        range(1, len(log) + 1, train_demo.SETTINGS.distill_every)
+    )
     last = {"step": len(log), "loss": log[-1]["loss"], "distillation_loss": distilled[-1]}
     assert report["losses"][-1] == last
     assert (report["problem"], report["skipped"]) == (None, [])
@@ -107,6 +109,8 @@ def test_steps_are_those_there_is_time_for(tmp_path: Path) -> None:
     assert 12 + 190 < trainer.cfg.steps <= 12 + 194
     assert trainer.cfg.learning_rate(11) == settings.learning_rate(11) == settings.lr
     assert trainer.cfg.learning_rate(trainer.cfg.steps - 1) == pytest.approx(settings.min_lr_ratio * settings.lr)
+    run._fix_steps([1e-3] * 12)
+    assert trainer.cfg.steps <= settings.steps  # no more than asked for
 
 
 def make_run(out: Path, **changes: Any) -> Any:
