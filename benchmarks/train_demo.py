@@ -7,9 +7,10 @@
 One process: collects the text of the Python that runs it, trains with `csa2 train`'s own Trainer (bfloat16, indexers
 distilled), and measures held-out bits per byte with the sparse attention, with dense attention over all compressed
 positions and with the window alone, and how much of the dense attention's own choice the indexers find: as trained,
-and with the indexers as they were drawn. --minutes is the time until the training ends, compiling included; the number
-of steps is fixed at the end of the warm-up, from the time that its steps took, so that the learning rate's cosine ends
-with it.
+and with the indexers as they were drawn. --minutes is the time until the training ends, compiling included: where
+--steps would take longer, fewer are fixed at the end of the warm-up, from the time that its steps took, so that the
+learning rate's cosine ends with them. More steps are not better: the text is 8 MB, and a model that has read it 20
+times (5148 steps) knows it by heart and finds new documentation strange.
 
 Writes six files to --out: model.safetensors (bfloat16) and config.json, also once a minute while it trains; README.md,
 a model card; report.json; log.jsonl; held-out.txt, what it is measured on. --text also writes what it trains on.
@@ -78,7 +79,7 @@ MODEL = CSA2Config(
     initializer_range=0.04,
 )
 SETTINGS = TrainConfig(
-    steps=1_000_000,  # until it is known how many there is time for
+    steps=2000,
     batch_size=32,
     seq_len=1024,
     lr=2e-3,
@@ -90,7 +91,7 @@ SETTINGS = TrainConfig(
     dtype="bfloat16",
     distill=True,
     distill_warmup=1_000_000,
-    distill_every=4,  # such a step takes about twice as long
+    distill_every=2,  # such a step takes about twice as long
 )
 PROMPTS = (
     'The "with" statement\n********************\n\nThe "with" statement is used to',
@@ -269,7 +270,8 @@ class Run:
     def _fix_steps(self, times: Sequence[float]) -> None:
         seconds = statistics.fmean(sorted(times)[: max(1, len(times) - 2)])
         left = self.deadline - time.monotonic()
-        steps = self.trainer.steps_done + max(1, math.floor(0.97 * left / seconds))
+        possible = self.trainer.steps_done + max(1, math.floor(0.97 * left / seconds))
+        steps = min(possible, self.trainer.cfg.steps)
         self.trainer.cfg = replace(self.trainer.cfg, steps=steps)
         self.console.print(f"{seconds * 1e3:.0f} ms a step, {left:.0f} s left: {steps} steps in all.")
 
@@ -302,7 +304,9 @@ def main(
     ] = None,
     distill: Annotated[bool, typer.Option("--distill/--no-distill", help="Train the indexers.")] = True,
     topic_repeats: Annotated[int, typer.Option(help="How often an epoch has each topic.")] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps, unless the minutes are over before.")] = SETTINGS.steps,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = SETTINGS.lr,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = SETTINGS.weight_decay,
     seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
     text_folder: Annotated[Path | None, typer.Option("--text", help="Also write what is trained on there.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure on two documents; the samples are short.")] = False,
@@ -310,7 +314,9 @@ def main(
     """Train the model and write it, its card and its report to a directory."""
     begin, console, place = time.monotonic(), Console(highlight=False, markup=False, width=120), require_device(device)
     compiles = place.type == "cuda" if compile_ is None else compile_
-    settings = replace(SETTINGS, compile=compiles, distill=distill, lr=lr, seed=seed)
+    settings = replace(
+        SETTINGS, compile=compiles, distill=distill, steps=steps, lr=lr, weight_decay=weight_decay, seed=seed
+    )
     cfg, settings = (MODEL, settings) if place.type == "cuda" else trial_of(MODEL, settings)
     quick = quick or place.type != "cuda"
     text = collect_text()
@@ -481,7 +487,8 @@ standard library without tests and codec tables ({training["library"]["documents
 Copyright Python Software Foundation and contributors; under the PSF License Version 2, which allows copies and
 derivative works with that notice (https://docs.python.org/3/license.html).
 
-**Training.** {steps}, AdamW, peak learning rate {settings["lr"]:g}, {settings["dtype"]}, indexers
+**Training.** {steps}, AdamW, peak learning rate {settings["lr"]:g},
+weight decay {settings["weight_decay"]:g}, {settings["dtype"]}, indexers
 {f"distilled in the dense stage, every {settings['distill_every']} steps" if settings["distill"] else "left as drawn"}.
 Last loss {last["loss"]:.3f} nats a byte{distilled}.
 {report["seconds"]:.0f} s on {provenance["device"]}, torch {provenance["torch"]}, {provenance["date"]}.
