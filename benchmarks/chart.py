@@ -68,7 +68,7 @@ def draw_decode(result: dict[str, Any]) -> Figure:
     panels = sorted({(row["context"], row["batch"]) for row in result["rows"]})
     columns = len({batch for _, batch in panels})
     lines = -(-len(panels) // columns)
-    size = (5 * columns, 3.5 * lines)
+    size = (5.5 * columns, 3.5 * lines)
     figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
@@ -115,11 +115,12 @@ def draw_points(axes: Axes, groups: Sequence[str], series: dict[str, list[float 
             )
     axes.set_yscale("log")
     axes.margins(x=0.17, y=0.1)
-    label_axes(axes, groups)
+    label_axes(axes, groups, width=10)
 
 
-def label_axes(axes: Axes, groups: Sequence[str]) -> None:
-    axes.set_xticks(range(len(groups)), [textwrap.fill(group, 14) for group in groups], fontsize=8)
+def label_axes(axes: Axes, groups: Sequence[str], width: int = 14) -> None:
+    """Names of groups, in lines of so many characters, and the unit."""
+    axes.set_xticks(range(len(groups)), [textwrap.fill(group, width) for group in groups], fontsize=8)
     axes.set_ylabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
 
