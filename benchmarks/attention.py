@@ -22,7 +22,6 @@ Other implementations of the core are timed beside it: FlashMLA's sparse prefill
 
 import importlib
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -47,10 +46,22 @@ from attention_parts import (
 from flops import attention_flops
 from rich.console import Console
 from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, read_result, require_device, results_path
+from timing import (
+    attempt,
+    make_table,
+    medians,
+    number,
+    peak_gib,
+    print_reasons,
+    provenance,
+    read_result,
+    require_device,
+    results_path,
+    shapes_for,
+    write_result,
+)
 from torch import Tensor
 
-from csa2_compiled import CSA2Config
 from csa2_compiled.passes.inductor import shared_memory_per_block
 from csa2_compiled.sparse_attention import visible_keys
 
@@ -128,11 +139,11 @@ def main(
     released = place.type == "cuda"
     if what_it_waits_for and not released:
         raise typer.BadParameter("--what-it-waits-for times kernels, which need --device cuda")
-    cfg, dtype = (CSA2Config.v41_flash(), torch.bfloat16) if released else (CSA2Config.tiny(), torch.float32)
+    cfg, dtype, shapes = shapes_for(place)
     peers = load_peers(peer or [], with_flash_mla=released)
     result: dict[str, Any] = {
         **provenance(place),
-        "title": f"parts of the attention, {'released shapes' if released else 'tiny preset'}, {dtype}, batch 1, r=1",
+        "title": f"parts of the attention, {shapes}, batch 1, r=1",
         "rows": [],
         "waits": [],
     }
@@ -142,11 +153,11 @@ def main(
         inputs = make_inputs(cfg, tokens, dtype, place)
         result["rows"] += [asdict(row) for row in measure(inputs, peers, of_length, with_inlined and released)]
         del inputs
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(path, result)
     if what_it_waits_for:
         waits = measure_waits(make_inputs(cfg, _WAITING_TOKENS, dtype, place), repeats)
         result["waits"] = [asdict(wait) for wait in waits]
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(path, result)
     print_result(result)
     print(f"written to {path}")
 
@@ -327,11 +338,8 @@ def _numbers(slots: Tensor) -> Tensor:
 def print_result(result: dict[str, Any]) -> None:
     """The table of the parts, a section a length and part, and the table of what the kernel waits for."""
     rows = [Row(**row) for row in result["rows"]]
-    table = Table(title=result["title"])
-    for heading in ("tokens", "part", "variant"):
-        table.add_column(heading, justify="right" if heading == "tokens" else "left")
-    for heading in ("ms", "TFLOP/s", "TFLOP/s, filled", "peak GiB", ERROR, AGREEMENT):
-        table.add_column(heading, justify="right")
+    figures = ("ms", "TFLOP/s", "TFLOP/s, filled", "peak GiB", ERROR, AGREEMENT)
+    table = make_table(result["title"], ("tokens", "part", "variant", *figures), left=("part", "variant"))
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         table.add_row(
             str(row.tokens),
@@ -350,17 +358,14 @@ def print_result(result: dict[str, Any]) -> None:
     waits = [Wait(**wait) for wait in result["waits"]]
     if waits:
         console.print(waiting_table(waits))
-    missing = [(f"{row.tokens} tokens, {_key(row)}", row.reason) for row in rows]
-    for name, reason in [*missing, *((wait.case, wait.reason) for wait in waits)]:
-        if reason is not None:
-            console.print(f"{name}: {reason}", highlight=False, markup=False)
+    print_reasons(console, ((f"{row.tokens} tokens, {_key(row)}", row.reason) for row in rows))
+    print_reasons(console, ((wait.case, wait.reason) for wait in waits))
 
 
 def waiting_table(waits: list[Wait]) -> Table:
-    table = Table(title=f"what the attention kernel waits for, {_WAITING_TOKENS} tokens")
-    table.add_column("case")
-    for heading in ("filled slots", "ms", "TFLOP/s, filled", "gathered TB/s"):
-        table.add_column(heading, justify="right")
+    headings = ("case", "filled slots", "ms", "TFLOP/s, filled", "gathered TB/s")
+    title = f"what the attention kernel waits for, {_WAITING_TOKENS} tokens"
+    table = make_table(title, headings, left=("case",))
     for wait in waits:
         figures = number(wait.ms, ".3f"), number(wait.tflops_filled, ".3g"), number(wait.gathered_tb_s, ".2f")
         table.add_row(wait.case, str(wait.filled_slots), *figures)

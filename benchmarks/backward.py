@@ -11,7 +11,6 @@ Errors are those of the gradients, relative, against float64: of q for a few hun
 few of them, over all queries. Prints a table and writes benchmarks/results/<device>-backward.json.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,13 +21,26 @@ import torch
 import typer
 from attention_parts import Inputs, make_inputs
 from rich.console import Console
-from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, read_result, require_device, results_path
+from timing import (
+    attempt,
+    make_table,
+    medians,
+    number,
+    peak_gib,
+    print_reasons,
+    provenance,
+    read_result,
+    require_device,
+    results_path,
+    shapes_for,
+    write_result,
+)
 from torch import Tensor
 
-from csa2_compiled import AttentionLayout, CSA2Config, ops
+from csa2_compiled import AttentionLayout, ops
+from csa2_compiled.attention_math import attend_plain
 from csa2_compiled.compiled import compile_function
-from csa2_compiled.sparse_attention import _attend_plain, sparse_attention, visible_keys
+from csa2_compiled.sparse_attention import sparse_attention, visible_keys
 
 GRADIENTS = ("q", "sink", "window_kv", "compressed_kv")
 _SAMPLED_ROWS = 16
@@ -83,10 +95,10 @@ def main(
     released = place.type == "cuda"
     if sweep and not released:
         raise typer.BadParameter("--sweep times kernels, which need --device cuda")
-    cfg, dtype = (CSA2Config.v41_flash(), torch.bfloat16) if released else (CSA2Config.tiny(), torch.float32)
+    cfg, dtype, shapes = shapes_for(place)
     result: dict[str, Any] = {
         **provenance(place),
-        "title": f"core, forward + backward, {'released shapes' if released else 'tiny preset'}, {dtype}, batch 1, r=1",
+        "title": f"core, forward + backward, {shapes}, batch 1, r=1",
         "rows": [],
         "tilings": [],
     }
@@ -95,11 +107,11 @@ def main(
     for tokens in map(int, (seq_len or ("1024 4096" if released else "128")).split()):
         inputs = make_inputs(cfg, tokens, dtype, place)
         result["rows"] += [asdict(row) for row in measure(inputs, repeats)]
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(path, result)
         print_result({**result, "rows": [row for row in result["rows"] if row["tokens"] == tokens]})
     if sweep and inputs is not None:
         result["tilings"] = [asdict(tiling) for tiling in measure_tilings(inputs, repeats)]
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(path, result)
         print_result({**result, "rows": []})
     print(f"written to {path}")
 
@@ -153,7 +165,7 @@ def variants(inputs: Inputs, compiles: bool) -> dict[str, Callable[[], Callable[
 
     def plain(q: Tensor, sink: Tensor, window_kv: Tensor, compressed_kv: Tensor) -> Tensor:
         gathered = [ops.gather_kv(window_kv, i.recent), ops.gather_kv(compressed_kv, i.topk_indices)]
-        return _attend_plain(q, torch.cat(gathered, dim=2), torch.cat([i.recent, i.topk_indices], dim=-1), sink)
+        return attend_plain(q, torch.cat(gathered, dim=2), torch.cat([i.recent, i.topk_indices], dim=-1), sink)[0]
 
     def core(q: Tensor, sink: Tensor, window_kv: Tensor, compressed_kv: Tensor) -> Tensor:
         window, topk = cfg.sliding_window, cfg.index_topk
@@ -328,29 +340,22 @@ def print_result(result: dict[str, Any]) -> None:
     rows, tilings = [Row(**row) for row in result["rows"]], [Tiling(**tiling) for tiling in result["tilings"]]
     console = Console(width=140)
     if rows:
-        table = Table(title=result["title"])
-        for heading in ("tokens", "variant"):
-            table.add_column(heading, justify="right" if heading == "tokens" else "left")
-        for heading in ("forward ms", "both ms", "peak GiB", *(f"error of {name}" for name in GRADIENTS)):
-            table.add_column(heading, justify="right")
+        errors_of_each = (f"error of {name}" for name in GRADIENTS)
+        headings = ("tokens", "variant", "forward ms", "both ms", "peak GiB", *errors_of_each)
+        table = make_table(result["title"], headings, left=("variant",))
         for row in rows:
             errors = [number((row.errors or {}).get(name), ".2e") for name in GRADIENTS]
             times = number(row.forward_ms, ".3f"), number(row.ms, ".3f"), number(row.peak_gib, ".2f")
             table.add_row(str(row.tokens), row.variant, *times, *errors)
         console.print(table)
     if tilings:
-        table = Table(title="kernels of the backward pass, ms for all queries")
-        for heading in ("kernel", "tiles", "ms"):
-            table.add_column(heading, justify="right" if heading == "ms" else "left")
+        title = "kernels of the backward pass, ms for all queries"
+        table = make_table(title, ("kernel", "tiles", "ms"), left=("kernel", "tiles"))
         for tiling in tilings:
             table.add_row(tiling.kernel, tiling.tiles, number(tiling.ms, ".3f"))
         console.print(table)
-    for name, reason in [
-        *((f"{row.tokens} tokens, {row.variant}", row.reason) for row in rows),
-        *((f"{tiling.kernel}, {tiling.tiles}", tiling.reason) for tiling in tilings),
-    ]:
-        if reason is not None:
-            console.print(f"{name}: {reason}", highlight=False, markup=False)
+    print_reasons(console, ((f"{row.tokens} tokens, {row.variant}", row.reason) for row in rows))
+    print_reasons(console, ((f"{tiling.kernel}, {tiling.tiles}", tiling.reason) for tiling in tilings))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the compiled layer; the *floor* is the bytes that a step must read, the layer's 
 looks at, over the memory's copy speed. The stack is all attention layers of the config, with residual additions.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -23,8 +22,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
-from timing import medians, provenance, read_result, require_device, results_path
+from timing import (
+    make_table,
+    medians,
+    number,
+    provenance,
+    read_result,
+    require_device,
+    results_path,
+    shapes_for,
+    write_result,
+)
 from torch import Tensor, nn
 
 from csa2_compiled import CSA2Attention, CSA2Cache, CSA2Config, CSA2State, LayerRole, compile_model
@@ -165,13 +173,12 @@ def main(
         return
     place = require_device(device)
     on_gpu = place.type == "cuda"
-    cfg, dtype = (CSA2Config.v41_flash(), torch.bfloat16) if on_gpu else (CSA2Config.tiny(), torch.float32)
+    cfg, dtype, shapes = shapes_for(place)
     if on_gpu and compile_ahead and not warm_only:
         compile_in_parallel(rows, batches, contexts)
     results: list[Row] = []
     path = output or results_path(place, "decode")
-    shapes = "released shapes" if on_gpu else "tiny preset"
-    title = f"one decoding step, {shapes}, {dtype}"
+    title = f"one decoding step, {shapes}"
     lengths, sizes = [int(c) for c in contexts.split()], [int(b) for b in batches.split()]
     for context, name, batch in product(lengths, rows.split(","), sizes):
         if name == STACK and batch != sizes[0] and context != lengths[0]:
@@ -184,8 +191,7 @@ def main(
         results.append(measure(name, compiled, layers, cache, repeats, warm_only))
         del layers, cache, compiled
         if not warm_only:
-            record = {**provenance(place), "title": title, "rows": [asdict(row) for row in results]}
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            write_result(path, {**provenance(place), "title": title, "rows": [asdict(row) for row in results]})
             last = results[-1]
             print(f"{name}, batch {batch}, context {context}: {last.compiled_ms:.4f} ms")
     if not warm_only:
@@ -219,15 +225,14 @@ def compile_in_parallel(rows: str, batches: str, contexts: str) -> None:
 
 
 def print_table(title: str, rows: list[Row]) -> None:
-    table = Table(title=title)
-    for heading in ("layer", "batch", "context", "eager, ms", "compiled, ms", "floor, ms", "times the floor"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    headings = ("layer", "batch", "context", "eager, ms", "compiled, ms", "floor, ms", "times the floor")
+    table = make_table(title, headings, left=("layer",))
     for row in rows:
         table.add_row(
             row.layer,
             str(row.batch),
             str(row.context),
-            "-" if row.eager_ms is None else f"{row.eager_ms:.2f}",
+            number(row.eager_ms, ".2f"),
             f"{row.compiled_ms:.4f}",
             f"{row.floor_ms:.4f}",
             f"{row.compiled_ms / row.floor_ms:.2f}",

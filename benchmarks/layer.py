@@ -13,7 +13,6 @@ On CUDA a process a layer first fills the compilers' caches, so "first call" is 
 (--no-compile-ahead leaves that out).
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -28,8 +27,20 @@ import torch
 import typer
 from flops import attention_flops, filled_slots, index_score_flops, visible_pairs
 from rich.console import Console
-from rich.table import Table
-from timing import attempt, medians, number, peak_gib, provenance, read_result, require_device, results_path
+from timing import (
+    attempt,
+    make_table,
+    medians,
+    number,
+    peak_gib,
+    print_reasons,
+    provenance,
+    read_result,
+    require_device,
+    results_path,
+    shapes_for,
+    write_result,
+)
 from torch import Tensor
 
 from csa2_compiled import (
@@ -151,10 +162,10 @@ def main(
     lengths = [int(tokens) for tokens in (seq_len or ("1024 4096 16384" if released else "512")).split()]
     for name in passes.split():
         resolve_passes(name)
-    cfg = CSA2Config.v41_flash() if released else CSA2Config.tiny()
+    cfg, dtype, shapes = shapes_for(place)
     setup = Setup(
         cfg=replace(cfg, max_position_embeddings=max(*lengths, 65536 if released else 1)),
-        dtype=torch.bfloat16 if released else torch.float32,
+        dtype=dtype,
         device=place,
         pass_sets=tuple(passes.split()),
         layout=layout,
@@ -166,14 +177,13 @@ def main(
     chosen = choose_layers(RELEASED_LAYERS if released else TINY_LAYERS, layers)
     if released and compile_ahead and not warm_only:
         compile_in_parallel([row for row, _, _ in chosen], lengths, passes, layout, skip_eager_above)
-    title = f"one layer, {'released shapes' if released else 'tiny preset'}, {setup.dtype}, batch 1"
+    title = f"one layer, {shapes}, batch 1"
     path = output or results_path(place, "layer")
     rows: list[Row] = []
     for row in (row for tokens in lengths for row in measure_layers(setup, chosen, tokens)):
         rows.append(row)
         if not warm_only:
-            result = {**provenance(place), "title": title, "rows": [asdict(row) for row in rows]}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(path, {**provenance(place), "title": title, "rows": [asdict(row) for row in rows]})
     if not warm_only:
         print_table(title, rows)
         print(f"written to {path} after {time.perf_counter() - begin:.0f} s")
@@ -354,12 +364,9 @@ def print_table(title: str, rows: list[Row]) -> None:
     """A section a length; below it the reasons of what was not measured."""
     names = list(rows[0].milliseconds)
     last = names[-1].removeprefix("compiled, passes=")  # the spelling of older files
-    table = Table(title=title)
-    for heading in ("tokens", "layer", "layout", *(f"{name}, ms" for name in names), f"{names[0]} / {names[-1]}"):
-        table.add_column(heading, justify="left" if heading in ("layer", "layout") else "right")
-    for heading in ("floor, ms", "TFLOP/s", "peak GiB, of each", "error", "equal selections"):
-        table.add_column(heading, justify="right")
-    table.add_column("first call, s", justify="right")
+    times_of_each = (*(f"{name}, ms" for name in names), f"{names[0]} / {names[-1]}")
+    others = ("floor, ms", "TFLOP/s", "peak GiB, of each", "error", "equal selections", "first call, s")
+    table = make_table(title, ("tokens", "layer", "layout", *times_of_each, *others), left=("layer", "layout"))
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         times = [row.milliseconds[name] for name in names]
         table.add_row(
@@ -379,8 +386,8 @@ def print_table(title: str, rows: list[Row]) -> None:
     console = Console(width=200)
     console.print(table)
     for row in rows:
-        for name, reason in row.reasons.items():
-            console.print(f"{row.tokens} tokens, {row.layer}, {name}: {reason}", highlight=False)
+        place = f"{row.tokens} tokens, {row.layer}"
+        print_reasons(console, ((f"{place}, {name}", reason) for name, reason in row.reasons.items()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ that what is left to learn after it is the selection. Accuracy is on sequences t
 gap trained on and with a longer one. Prints a table and writes benchmarks/results/<device>-recall.json.
 """
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from timing import provenance, require_device, results_path
+from timing import make_table, number, provenance, read_result, require_device, results_path, write_result
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -175,7 +174,7 @@ def main(
     """Train the variants, print the table and write it."""
     console = Console(highlight=False, width=120)
     if show is not None:
-        console.print(table_of(json.loads(show.read_text(encoding="utf-8"))))
+        console.print(table_of(read_result(show, Row.__dataclass_fields__)))
         return
     chosen = variants.split(",")
     unknown = [name for name in chosen if name not in VARIANTS]
@@ -184,7 +183,7 @@ def main(
         raise typer.BadParameter(f"{named} is no variant; allowed are {allowed}", param_hint="--variants")
     place, setup = require_device(device), Setup(steps, dense_steps, batch_size, lr, seed)
     report: dict[str, Any] = {
-        "provenance": provenance(place),
+        **provenance(place),
         "setup": asdict(setup),
         "task": {"pairs": PAIRS, "queries": QUERIES, "gap": GAP, "keys": KEYS, "values": VALUES},
         "model": MODEL.to_dict(),
@@ -193,19 +192,18 @@ def main(
     }
     console.print(table_of(report))
     path = results_path(place, "recall") if output is None else output
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_result(path, report)
 
 
 def table_of(report: dict[str, Any]) -> Table:
     """The report's rows."""
     gaps = list(report["rows"][0]["accuracy"])
-    table = Table(title=f"Right answers; chance is {report['chance']:.4f}")
-    for header in ("variant", *(f"gap {gap}" for gap in gaps), "dense", "loss", "seconds"):
-        table.add_column(header, justify="left" if header == "variant" else "right")
+    headings = ("variant", *(f"gap {gap}" for gap in gaps), "dense", "loss", "seconds")
+    table = make_table(f"Right answers; chance is {report['chance']:.4f}", headings, left=("variant",))
     for row in report["rows"]:
         accuracies = (f"{row['accuracy'][gap]:.3f}" for gap in gaps)
-        dense = "-" if row["dense"] is None else f"{row['dense']:.3f}"
-        table.add_row(row["variant"], *accuracies, dense, f"{row['loss']:.3f}", f"{row['seconds']:.0f}")
+        others = number(row["dense"], ".3f"), f"{row['loss']:.3f}", f"{row['seconds']:.0f}"
+        table.add_row(row["variant"], *accuracies, *others)
     return table
 
 

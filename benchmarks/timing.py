@@ -1,4 +1,4 @@
-"""Timing shared by the benchmarks: medians of interleaved runs, and where they were measured."""
+"""What the benchmarks share: shapes, medians of interleaved runs, where they were measured, files and tables."""
 
 import datetime
 import importlib.metadata
@@ -10,12 +10,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+
+from csa2_compiled import CSA2Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _CYCLES_PER_MS = 2_000_000  # of an H200 at its full clock
@@ -29,6 +33,13 @@ def require_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("device is cuda, but torch sees no CUDA device here; use --device cpu")
     return torch.device(name)
+
+
+def shapes_for(device: torch.device) -> tuple[CSA2Config, torch.dtype, str]:
+    """What is measured on a device, and its name in titles: the released shapes on CUDA, the demo model's on CPU."""
+    if device.type == "cuda":
+        return CSA2Config.v41_flash(), torch.bfloat16, f"released shapes, {torch.bfloat16}"
+    return CSA2Config.tiny(), torch.float32, f"tiny preset, {torch.float32}"
 
 
 def run_once(function: Callable[[], Any], device: torch.device, calls: int = 1, ahead_ms: float = 0.0) -> float:
@@ -107,6 +118,11 @@ def results_path(device: torch.device, question: str) -> Path:
     return REPOSITORY / "benchmarks" / "results" / f"{kind}-{question}.json"
 
 
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a benchmark's JSON, also of a run that goes on."""
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def read_result(path: Path, row_fields: Collection[str]) -> dict[str, Any]:
     """An earlier result of a benchmark, for --show; prints where it comes from.
 
@@ -169,6 +185,21 @@ def without_paths(arguments: Sequence[str]) -> list[str]:
 def number(value: float | None, form: str) -> str:
     """A figure in a table; a dash where there is none."""
     return "-" if value is None else format(value, form)
+
+
+def make_table(title: str, headings: Iterable[str], left: Collection[str]) -> Table:
+    """A table without rows; the columns that `left` names begin at the left, figures end at the right."""
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table
+
+
+def print_reasons(console: Console, reasons: Iterable[tuple[str, str | None]]) -> None:
+    """Why figures are missing, a line each: what was to be measured, and the reason, None where it was measured."""
+    for name, reason in reasons:
+        if reason is not None:
+            console.print(f"{name}: {reason}", highlight=False, markup=False)
 
 
 def _version(package: str) -> str:

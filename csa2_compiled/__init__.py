@@ -12,12 +12,13 @@ from csa2_compiled.distillation import DistillationLosses, distillation_loss, en
 from csa2_compiled.generation import generate, prefill, sample
 from csa2_compiled.masks.layout import AttentionLayout
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.model_files import load_model, save_model
+from csa2_compiled.model_files import load_demo_model, load_model, save_model
 from csa2_compiled.quality import QualityReport, evaluate
 from csa2_compiled.state import CSA2Output, CSA2State, Publication
 from csa2_compiled.state_files import SavedState, load_state, save_state
 from csa2_compiled.tokens import CSA2InputError
-from csa2_compiled.train import TrainConfig, Trainer
+from csa2_compiled.train import TrainConfig, TrainConfigError, Trainer
+from csa2_compiled.train_data import TrainDataError
 
 __all__ = [
     "AttentionLayout",
@@ -39,6 +40,8 @@ __all__ = [
     "QualityReport",
     "SavedState",
     "TrainConfig",
+    "TrainConfigError",
+    "TrainDataError",
     "Trainer",
     "checkpoint_block",
     "compile_model",
@@ -48,6 +51,7 @@ __all__ = [
     "generate",
     "load_attention",
     "load_compile_cache",
+    "load_demo_model",
     "load_model",
     "load_state",
     "prefill",

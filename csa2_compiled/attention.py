@@ -29,6 +29,8 @@ from csa2_compiled.tokens import (
     lay_out_tokens,
 )
 
+_BESIDE_THE_CORE = ("indexer.", "wo_a.", "wo_b.")  # parameters whose gradients do not go through the attention core
+
 
 class CSA2Attention(nn.Module):
     """Attention of layer `layer_idx`: sliding window, selected compressed positions and sink, one softmax.
@@ -240,6 +242,22 @@ class CSA2Attention(nn.Module):
             check_cache(cache, self.cfg, x, x.dtype, document_ids)
             cache.check_step(x.shape[1], attention_mask, self.layer_idx)
 
+    def check_layout(self, *inputs: Tensor) -> None:
+        """Raise CSA2InputError if a gradient would go through the attention core and `layout` is one that has none.
+
+        inputs: what brings a gradient there besides the layer's own parameters: x and published rows, or the
+        parameters that these come from.
+        """
+        # FlexAttention has no backward on CPU, and its backward on CUDA is neither tested nor served by a pass.
+        if self._layout not in (AttentionLayout.DENSE, AttentionLayout.SLOTS) or not torch.is_grad_enabled():
+            return
+        own = (p for name, p in self.named_parameters() if not name.startswith(_BESIDE_THE_CORE))
+        if any(tensor.requires_grad for tensor in (*inputs, *own)):
+            raise CSA2InputError(
+                f"layout is {self._layout.value}, which has no gradient; set the layer's layout to auto or plain, or "
+                "call under torch.no_grad()"
+            )
+
     def queries(self, q_latent: Tensor, rotations: Tensor) -> Tensor:
         """The queries of all heads, after RoPE: latents [B, S, q_lora_rank] -> [B, S, H, D]."""
         q = self.wq_b(q_latent).unflatten(-1, (self.cfg.num_attention_heads, self.cfg.head_dim))
@@ -380,21 +398,13 @@ class CSA2Attention(nn.Module):
                 "cache was given and layout is dense, which has no cached form; use auto, slots or plain"
             )
         state = CSA2State() if state is None else state
-        if cache is None and self._layout in (AttentionLayout.DENSE, AttentionLayout.SLOTS) and self._trains(x, state):
-            raise CSA2InputError(
-                f"layout is {self._layout.value}, which has no gradient; use auto or plain, or call under "
-                "torch.no_grad()"
-            )
+        if cache is None:
+            read = state.of_ratio(self.ratio)
+            self.check_layout(x, *(() if read is None else buffers(read.compressed_kv)))
         if self.role in (LayerRole.REINDEX, LayerRole.REUSE):
             self._check_source(x, state, cached=cache is not None)
         if self.selects_within_candidates:
             self._check_candidates(x, state, cached=cache is not None)
-
-    def _trains(self, x: Tensor, state: CSA2State) -> bool:
-        """Whether a backward pass could run through the attention core."""
-        read = state.of_ratio(self.ratio)
-        published = () if read is None else buffers(read.compressed_kv)
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (x, *published, *self.parameters()))
 
     def _check_source(self, x: Tensor, state: CSA2State, cached: bool) -> None:
         read = state.of_ratio(self.ratio)

@@ -31,6 +31,16 @@ def with_sink(logits: Tensor, sink: Tensor) -> Tensor:
     return torch.cat([sink.to(logits.dtype).view(1, -1, 1).expand(logits.shape[0], -1, 1), logits], dim=-1)
 
 
+def attend_plain(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax over the sink and gathered slots: the output, q's shape and dtype, and the logits, sink first.
+
+    Arguments as in `slot_logits` and `with_sink`; logits [B * S, H, 1 + slots], float32 or wider.
+    """
+    logits = with_sink(slot_logits(q, gathered, visible), sink)
+    attended = weighted_sum(logits.softmax(dim=-1)[..., 1:], gathered.flatten(0, 1)).to(q.dtype)
+    return attended.view(q.shape), logits
+
+
 def attend_body(
     q: Tensor,
     sink: Tensor,
@@ -40,9 +50,8 @@ def attend_body(
     topk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     gathered, visible = _gather_slots(window_kv, window_indices, compressed_kv, topk_indices)
-    logits = with_sink(slot_logits(q, gathered, visible), sink)
-    attended = weighted_sum(logits.softmax(dim=-1)[..., 1:], gathered.flatten(0, 1)).to(q.dtype)
-    return attended.view(q.shape), logits.logsumexp(dim=-1).view(q.shape[:3])
+    attended, logits = attend_plain(q, gathered, visible, sink)
+    return attended, logits.logsumexp(dim=-1).view(q.shape[:3])
 
 
 def attend_backward_body(

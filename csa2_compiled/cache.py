@@ -65,11 +65,6 @@ class LayerCache:
     index_keys: Rows | None = None
 
     @property
-    def ring_size(self) -> int:
-        """Window keys it keeps."""
-        return buffers(self.window)[0].shape[1] - 1
-
-    @property
     def capacity(self) -> int:
         """Compressed positions there is room for; the number of the spare row. Of full layers only."""
         assert self.compressed_kv is not None

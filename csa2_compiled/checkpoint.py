@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from csa2_compiled.whole_file import whole_file
+
 SCALE_BLOCK = 32  # the released E4M3 matrices carry one scale per 32x32 block
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -75,13 +77,8 @@ def save_attention(module: nn.Module, path: str | os.PathLike[str]) -> None:
         for layer in _attention_layers(module)
         for name, tensor in layer.state_dict().items()
     }
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with whole_file(Path(path)) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class _Entry(NamedTuple):

@@ -144,7 +144,7 @@ def _make_trainer(
     out: Path,
     resume: bool,
 ) -> Trainer:
-    """The trainer, at its checkpoint when it resumes; nothing is written but the directory `out`."""
+    """The trainer, at its checkpoint when it resumes; nothing is written but, at the very end, the directory `out`."""
     run_report.check_device(device.value)
     cfg = run_report.read_config(config, settings.seq_len)
     obstacle = run_obstacle(device.value) if settings.compile else None
@@ -160,6 +160,10 @@ def _make_trainer(
             raise BadArgumentError("--resume", error) from error
         if trainer.steps_done > settings.steps:
             raise BadArgumentError("--steps", f"{settings.steps} is less than the {trainer.steps_done} already done")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadArgumentError("--out", f"{out} cannot be made: {error.strerror}") from error
     return trainer
 
 
@@ -170,12 +174,11 @@ def _check_out(out: Path, resume: bool) -> None:
         raise BadArgumentError("--out", f"{out} holds a run; --resume goes on with it, another directory starts anew")
     if not resume and (out / WEIGHTS_NAME).exists():
         raise BadArgumentError("--out", f"{out} holds a {WEIGHTS_NAME}, which would be replaced")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadArgumentError("--out", f"{out} cannot be made: {error.strerror}") from error
-    if not os.access(out, os.W_OK):
-        raise BadArgumentError("--out", f"{out} cannot be written to")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise BadArgumentError("--out", f"{out} cannot be made: {there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadArgumentError("--out", f"{out} cannot be written: {there} does not allow it")
 
 
 def _run(trainer: Trainer) -> None:

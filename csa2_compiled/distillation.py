@@ -38,8 +38,13 @@ _CHUNK_VALUES = 2**27
 def enable_distillation(model: nn.Module, enabled: bool = True) -> None:
     """Let the indexers of a model or layer be trained, or freeze them again (as they are made).
 
-    To train nothing else, as in a warm-up, call ``model.requires_grad_(False)`` first.
+    To train nothing else, as in a warm-up, call ``model.requires_grad_(False)`` first. Raises CSA2InputError for a
+    model that is no module, or enabled that is no bool.
     """
+    if not isinstance(model, nn.Module):
+        raise CSA2InputError(f"model is a {type(model).__name__}; it must be a model or a layer, an nn.Module")
+    if not isinstance(enabled, bool):
+        raise CSA2InputError(f"enabled is {enabled!r}; it must be True or False")
     for layer in model.modules():
         if isinstance(layer, CSA2Attention) and hasattr(layer, "indexer"):
             layer.indexer.requires_grad_(enabled)
@@ -59,21 +64,32 @@ class DistillationLosses:
     """Collects the losses of one model step: its `run_block` is the model's.
 
     stage, chunk_size: as in `distillation_loss`. inner: runs a block in place of calling it, for instance
-    `checkpoint_block`. by_layer: a scalar an index source, by layer number. Make a new one a step.
+    `checkpoint_block`. by_layer: a scalar an index source, by layer number. Make a new one a step: it takes each layer
+    once. Raises CSA2InputError for a bad stage or chunk_size, or inner that cannot be called.
     """
 
     def __init__(self, stage: Stage = "dense", chunk_size: int = 128, inner: RunBlock | None = None) -> None:
         _check(stage, chunk_size)
+        if inner is not None and not callable(inner):
+            raise CSA2InputError(f"inner is {inner!r}; it must be a function that runs a block, or None")
         self.stage, self.chunk_size, self.inner = stage, chunk_size, inner
         self.by_layer: dict[int, Tensor] = {}
 
     def run_block(self, block: CSA2Block, x: Tensor, state: CSA2State, tokens: Tokens, *args: Any) -> CSA2Output:
-        """Run a block of a CSA2ForCausalLM, and add its loss if it selects. Raises CSA2InputError with a cache."""
+        """Run a block of a CSA2ForCausalLM, and add its loss if it selects.
+
+        Raises CSA2InputError with a cache, and for a layer whose loss is there already.
+        """
         if args:
             raise CSA2InputError("cache was given; distillation needs the whole sequence, so run without one")
+        layer = block.attn
+        if layer.layer_idx in self.by_layer:
+            raise CSA2InputError(
+                f"run_block has the loss of layer {layer.layer_idx} from an earlier call of the model; make a new "
+                "DistillationLosses for each"
+            )
         inputs = (x, state, tokens)
         output = block(*inputs) if self.inner is None else self.inner(block, *inputs)
-        layer = block.attn
         if layer.role in (LayerRole.FULL, LayerRole.REINDEX):
             with torch.no_grad():
                 normed = block.attn_norm(x)

@@ -184,7 +184,9 @@ class CSA2ForCausalLM(nn.Module):
             )
         if not is_capturing(input_ids.device):
             self._check_values(input_ids, attention_mask, document_ids)
-        if cache is not None:
+        if cache is None:
+            self._check_layouts()
+        else:
             self._check_cache(cache, input_ids, attention_mask, document_ids)
 
     def _check_values(self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None) -> None:
@@ -195,6 +197,16 @@ class CSA2ForCausalLM(nn.Module):
             )
         alignment = group_alignment(self.cfg.compress_ratios)
         check_token_arguments(input_ids.shape[0], input_ids.shape[1], alignment, attention_mask, document_ids)
+
+    def _check_layouts(self) -> None:
+        """What every layer checks of its own layout, before anything is computed or compiled."""
+        blocks = [cast(CSA2Block, layer) for layer in self.layers]
+        if all(block.attn.layout in (AttentionLayout.AUTO, AttentionLayout.PLAIN) for block in blocks):
+            return
+        before: list[Tensor] = [self.embed.weight]
+        for block in blocks:
+            block.attn.check_layout(*before, block.attn_norm.weight)
+            before += (parameter for name, parameter in block.named_parameters() if ".indexer." not in name)
 
     def _check_cache(
         self, cache: CSA2Cache, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from csa2_compiled.checkpoint import CheckpointError
 from csa2_compiled.config import ConfigError, CSA2Config
 from csa2_compiled.model import CSA2ForCausalLM
+from csa2_compiled.whole_file import whole_file
 
 WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
+DEMO_FOLDER = Path(__file__).parent / "assets"
 
 
 def save_model(model: CSA2ForCausalLM, path: str | os.PathLike[str]) -> None:
@@ -24,12 +26,8 @@ def save_model(model: CSA2ForCausalLM, path: str | os.PathLike[str]) -> None:
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(model.state_dict(), folder / WEIGHTS_NAME)
-    partial = folder / f"{CONFIG_NAME}.partial"
-    try:
+    with whole_file(folder / CONFIG_NAME) as partial:
         model.cfg.to_json(partial)
-        os.replace(partial, folder / CONFIG_NAME)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_model(path: str | os.PathLike[str], device: torch.device | str | None = None) -> CSA2ForCausalLM:
@@ -60,6 +58,25 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str | None =
     return model.to(device)
 
 
+def load_demo_model(device: torch.device | str | None = None) -> CSA2ForCausalLM:
+    """The small model that comes with this package, ready to generate: bytes of Python's documentation, bfloat16.
+
+    Its card is README.md in `DEMO_FOLDER`. Raises CheckpointError where the package was installed without its files.
+    """
+    return load_model(demo_folder(), device).eval()
+
+
+def demo_folder() -> Path:
+    """The directory of the small model. Raises CheckpointError when its files are not there."""
+    for name in (WEIGHTS_NAME, CONFIG_NAME):
+        if not (DEMO_FOLDER / name).is_file():
+            raise CheckpointError(
+                f"{DEMO_FOLDER} has no {name}: the small model that comes with csa2-compiled is not installed; "
+                "benchmarks/train_demo.py makes it, and any other model can be given instead"
+            )
+    return DEMO_FOLDER
+
+
 def copy_in_dtype(model: CSA2ForCausalLM, dtype: torch.dtype) -> CSA2ForCausalLM:
     """A copy whose activations and dense matrices are of `dtype`, on the same device, for the same gradients."""
     with torch.random.fork_rng(devices=[]):
@@ -81,13 +98,9 @@ def copy_parameters(source: nn.Module, target: nn.Module) -> None:
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file; an older one is replaced only once the new one is whole."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with whole_file(path) as partial:
         save_file(whole, partial, metadata={"format": "pt"})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

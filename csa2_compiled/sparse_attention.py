@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, flex_attention, or_masks
 
 from csa2_compiled import masks, ops
-from csa2_compiled.attention_math import slot_logits, with_sink
+from csa2_compiled.attention_math import attend_plain
 from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.masks.block_mask import slot_block_counts
 from csa2_compiled.masks.layout import KEY_BLOCK, AttentionLayout, LayoutChoice
-from csa2_compiled.matmul import weighted_sum
 from csa2_compiled.passes.inductor import FLEX_CPU_NEEDS_OWN_VALUES, has_static_value, shared_memory_per_block
 from csa2_compiled.rows import Rows, buffers, gather_rows, read_rows, write_rows
 from csa2_compiled.tokens import Tokens
@@ -136,7 +135,9 @@ def _attend_slots_of(
     if compressed_kv is not None and topk_indices is not None:
         gathered = torch.cat([gathered, gather_rows(compressed_kv, topk_indices)], dim=2)
         visible = torch.cat([recent, topk_indices], dim=-1)
-    return (_attend_slots if layout is AttentionLayout.SLOTS else _attend_plain)(q, gathered, visible, sink)
+    if layout is AttentionLayout.SLOTS:
+        return _attend_slots(q, gathered, visible, sink)
+    return attend_plain(q, gathered, visible, sink)[0]
 
 
 def visible_keys(recent: Tensor, topk_indices: Tensor | None) -> Tensor:
@@ -236,11 +237,6 @@ def _attend_slots(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) ->
         kernel_options=_tiles(q, query_rows=heads),
     )
     return attended.view(batch, tokens, heads, dim)
-
-
-def _attend_plain(q: Tensor, gathered: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
-    logits = with_sink(slot_logits(q, gathered, visible), sink)
-    return weighted_sum(logits.softmax(dim=-1)[..., 1:], gathered.flatten(0, 1)).to(q.dtype).view(q.shape)
 
 
 def _trains_on_cuda(q: Tensor, *others: Tensor | None) -> bool:

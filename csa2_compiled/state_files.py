@@ -16,6 +16,7 @@ from csa2_compiled.config import ConfigError, CSA2Config
 from csa2_compiled.rows import read_rows
 from csa2_compiled.state import CSA2State, Publication
 from csa2_compiled.tokens import CSA2InputError
+from csa2_compiled.whole_file import whole_file
 
 FORMAT = "csa2-state-1"
 _PARTS = ("compressed_kv", "index_keys", "topk_indices", "candidates")
@@ -55,13 +56,8 @@ def save_state(state: CSA2State, path: str | os.PathLike[str], cfg: CSA2Config, 
     }
     metadata = {"format": FORMAT, "layer_idx": str(layer_idx), "config": json.dumps(cfg.to_dict())}
     metadata["sha256"] = _digest(metadata, tensors)
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with whole_file(Path(path)) as partial:
         save_file(tensors, partial, metadata=metadata)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_state(path: str | os.PathLike[str], device: torch.device | str | None = None) -> SavedState:

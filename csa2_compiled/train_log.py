@@ -1,11 +1,11 @@
 """The log of a training run: a JSON object a step, one a line."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from csa2_compiled.train import StepReport
+from csa2_compiled.whole_file import whole_file
 
 
 class TrainLog:
@@ -20,9 +20,8 @@ class TrainLog:
         self.path = path
         kept = [line for line in _lines(path) if _step(line) <= steps_done]
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(partial, path)
+        with whole_file(path) as partial:
+            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def write(self, report: StepReport) -> None:
         """Append one step. Raises OSError."""

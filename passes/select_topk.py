@@ -21,7 +21,6 @@ from torch import fx
 from csa2_compiled.passes.manager import CompilerPass, PassReport
 from csa2_compiled.passes.rewrite import all_arguments, example_of, has_symbols, is_call, replace_by_trace, why_not_cuda
 
-_SCORES, _SELECT, _CANDIDATES = "csa2::index_scores", "csa2::select_topk", "csa2::candidate_blocks"
 READS_VISIBLE_ONLY = "csa2_users_read_visible_only"  # meta of scores whose every user does
 
 

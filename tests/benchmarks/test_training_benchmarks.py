@@ -12,7 +12,7 @@ import torch
 import train_demo
 from typer.testing import CliRunner
 
-from csa2_compiled import load_model
+from csa2_compiled import load_demo_model, load_model
 from csa2_compiled.train_data import read_documents
 
 trial_of = train_demo.trial_of
@@ -54,6 +54,7 @@ def test_the_model_has_every_role_and_fits_in_12_mb() -> None:
     with torch.device("meta"):
         model = train_demo.CSA2ForCausalLM(train_demo.MODEL, dtype=torch.bfloat16)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) < 12e6
+    assert load_demo_model().cfg == train_demo.MODEL
 
 
 def test_the_demo_model_is_trained_measured_and_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +258,23 @@ def test_each_variant_trains_and_is_measured(variant: str, tmp_path: Path, monke
     report = json.loads(path.read_text())
     assert [row["variant"] for row in report["rows"]] == [variant]
     shown = CliRunner().invoke(app, ["--show", str(path)])
+    assert shown.stdout.startswith(
+        f"device {report['device']}, threads {report['threads']}, torch {torch.__version__}, "
+    )
     assert "0.250" in shown.stdout
     assert "0.0625" in shown.stdout
+
+
+def test_the_recall_result_says_where_it_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    results = timing.REPOSITORY / "benchmarks" / "results"
+    recall.main(show=results / "cpu-recall.json")
+    first, second, *table = capsys.readouterr().out.splitlines()
+    assert first.startswith("device ")
+    assert "date " in first
+    assert second == "python benchmarks/recall.py"
+    assert any("indexer distilled" in line for line in table)
+    with pytest.raises(recall.typer.BadParameter, match="another benchmark"):
+        recall.main(show=results / "h200-decode.json")
 
 
 def test_a_variant_that_is_none_is_refused_by_name() -> None:

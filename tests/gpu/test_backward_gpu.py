@@ -55,11 +55,11 @@ def gradients(function, given: list[Tensor], grad_out: Tensor) -> tuple[Tensor, 
 def plain(q: Tensor, sink: Tensor, window_kv: Tensor, compressed_kv: Tensor, picks: Tensor) -> Tensor:
     """The plain layout as autograd differentiates it."""
     from csa2_compiled import ops
-    from csa2_compiled.sparse_attention import _attend_plain
+    from csa2_compiled.attention_math import attend_plain
 
     recent = masks.window_indices(q.shape[1], WINDOW, q.device).expand(q.shape[0], -1, -1).contiguous()
     gathered = torch.cat([ops.gather_kv(window_kv, recent), ops.gather_kv(compressed_kv, picks)], dim=2)
-    return _attend_plain(q, gathered, torch.cat([recent, picks], dim=-1), sink)
+    return attend_plain(q, gathered, torch.cat([recent, picks], dim=-1), sink)[0]
 
 
 @pytest.mark.parametrize(

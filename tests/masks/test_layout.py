@@ -70,19 +70,16 @@ def test_released_shapes(num_compressed, topk, layout):
 
 @pytest.mark.parametrize(("window", "topk"), [(128, 512), (8, 4), (100, 27), (100, 28)])
 def test_threshold_of_the_cost_model(window, topk):
-    """The first number of compressed positions from which dense costs more than slots, and the one before."""
+    """The first number of compressed positions from which dense costs more than slots on a CPU, and the one before."""
     slot_blocks = -(-(1 + window + topk) // KEY_BLOCK)
-    slots = slot_blocks * KEY_BLOCK * SLOTS_PER_DENSE_PAIR["cuda"]
+    slots = slot_blocks * KEY_BLOCK * SLOTS_PER_DENSE_PAIR["cpu"]
     over = next(t for t in range(topk, 8192) if window + KEY_BLOCK + t / 2 > slots)
-    assert pairs_per_query(over, topk, window) == (window + KEY_BLOCK + over / 2, slots)
-
-    expensive = choose_layout(AUTO, 8192, over, topk, window)
-    assert expensive.layout is SLOTS
-    assert expensive.reason
-    if over > topk:
-        cheap = choose_layout(AUTO, 8192, over - 1, topk, window)
-        assert cheap.layout is DENSE
-        assert cheap.reason
+    assert over > topk
+    assert pairs_per_query(over, topk, window, "cpu") == (window + KEY_BLOCK + over / 2, slots)
+    assert choose_layout(AUTO, 8192, over, topk, window, "cpu").layout is SLOTS
+    assert choose_layout(AUTO, 8192, over - 1, topk, window, "cpu").layout is DENSE
+    # On CUDA a slot costs less than a dense pair.
+    assert choose_layout(AUTO, 8192, topk, topk, window).layout is SLOTS
 
 
 def test_threshold_lies_at_equal_cost():

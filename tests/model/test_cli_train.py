@@ -255,19 +255,22 @@ def test_bad_arguments_are_refused_in_one_line(
 ) -> None:
     argument, given = REFUSED[case]
     before = sorted(finished[1].iterdir())
-    result = invoke(folder, tmp_path, *(value.format(folder=folder, finished=finished[1]) for value in given))
+    out = tmp_path / "new" / "out"
+    result = invoke(folder, out, *(value.format(folder=folder, finished=finished[1]) for value in given))
     assert_refused(result, "train", argument)
     assert sorted(finished[1].iterdir()) == before
     assert not list(tmp_path.iterdir())
 
 
 def test_a_text_of_one_window_needs_no_validation(folder: Path, tmp_path: Path) -> None:
-    usual = ["train", "--config", folder / "config.json", "--text", folder / "short", *SETTINGS, "--out", tmp_path]
+    out = tmp_path / "new" / "out"
+    usual = ["train", "--config", folder / "config.json", "--text", folder / "short", *SETTINGS, "--out", out]
     result = CliRunner().invoke(app, [str(a) for a in usual])
     assert_refused(result, "train", "--val-fraction")
+    assert not list(tmp_path.iterdir())
     result = CliRunner().invoke(app, [str(a) for a in (*usual, "--val-fraction", 0)])
     assert result.exit_code == 0, result.output
-    assert not any("val_bits_per_byte" in step for step in log_of(tmp_path))
+    assert not any("val_bits_per_byte" in step for step in log_of(out))
 
 
 def test_a_model_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
@@ -311,8 +314,23 @@ def test_a_run_that_breaks_says_so_in_one_line(
 
 def test_machines_that_cannot_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert_refused(invoke(folder, tmp_path, "--device", "cuda"), "train", "--device")
+    assert_refused(invoke(folder, tmp_path / "out", "--device", "cuda"), "train", "--device")
     monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
-    result = invoke(folder, tmp_path, "--compile")
+    result = invoke(folder, tmp_path / "out", "--compile")
     assert result.exit_code == 1
     assert "no C++ compiler" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not by its mode: root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path or mode == os.R_OK)
+    for out in (tmp_path, tmp_path / "new" / "out"):
+        result = invoke(folder, out)
+        assert_refused(result, "train", "--out")
+        assert f"{out} cannot be written: {tmp_path} does not allow it" in " ".join(result.stderr.split())
+    monkeypatch.undo()
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    assert_refused(invoke(folder, tmp_path / "link"), "train", "--out")

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import csa2_compiled
 from csa2_compiled import (
     CheckpointError,
+    CompileCacheError,
     CompiledModel,
     ConfigError,
     CSA2Attention,
@@ -21,21 +23,28 @@ from csa2_compiled import (
     CSA2InputError,
     CSA2State,
     DecodeStep,
+    DistillationLosses,
     TrainConfig,
+    TrainConfigError,
+    TrainDataError,
     Trainer,
+    compile_cache,
     compile_model,
+    distillation_loss,
+    enable_distillation,
     evaluate,
     generate,
     load_attention,
+    load_compile_cache,
     load_state,
     save_attention,
+    save_compile_cache,
     save_state,
 )
 from csa2_compiled.kernel_options import forward_tiles
 from csa2_compiled.quantization import quantize_dequantize_body, row_bytes
 from csa2_compiled.tokens import lay_out_tokens
-from csa2_compiled.train import TrainConfigError
-from csa2_compiled.train_data import TrainDataError, read_documents
+from csa2_compiled.train_data import read_documents
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 # Layers 0 to 8: window, window, full, reuse, reuse (ratio 2), full with candidates, reuse, reindex, reuse (ratio 1).
@@ -107,6 +116,15 @@ class Setup:
         tensors = load_file(path)
         del tensors["layers.5.attn.attn_sink"]
         save_file(tensors, path)
+        return path
+
+    def compile_cache(self, payload: bytes = b"", libraries: tuple[tuple[str, int], ...] = (), **header: Any) -> Path:
+        """A whole file of `save_compile_cache` with these libraries behind its artifacts, and this in its header."""
+        path = self.folder / "graphs.bin"
+        size = len(payload) - sum(length for _, length in libraries)
+        here = compile_cache.environment(torch.device("cpu"))
+        own = {"artifacts": {}, "artifact_bytes": size, "libraries": libraries}
+        path.write_bytes(compile_cache.pack({**here, **own, **header}, payload))
         return path
 
     def damaged_state(self) -> Path:
@@ -745,7 +763,7 @@ OTHER_CASES = [
         CSA2InputError,
         None,
         lambda s: s.modules["dense"](torch.randn(1, 8, CONFIG.hidden_size, requires_grad=True), CSA2State()),
-        ("layout is dense, which has no gradient",),
+        ("layout is dense, which has no gradient", "set the layer's layout to auto or plain", "torch.no_grad()"),
     ),
     Case(
         "layer.layout",
@@ -1026,8 +1044,165 @@ TRAINING_CASES = [
     ),
 ]
 
+
+def distilled(setup: Setup, calls: int = 1, **arguments: Any) -> None:
+    losses = DistillationLosses()
+    for _ in range(calls):
+        setup.modules["model"](setup.ids, run_block=losses.run_block, **arguments)
+
+
+def distilled_twice(setup: Setup) -> None:
+    with torch.no_grad():
+        distilled(setup, calls=2)
+
+
+def loss_of(module: str, state: Callable[[Setup], CSA2State]) -> Callable[[Setup], Any]:
+    def make(s: Setup) -> Any:
+        with torch.no_grad():
+            return distillation_loss(s.modules[module], s.x, state(s), lay_out_tokens(8, s.x.device))
+
+    return make
+
+
+def save_nothing(setup: Setup) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_cache, "graphs_compiled", lambda: 0)
+        save_compile_cache(setup.folder / "nothing.bin")
+
+
+def bad_cache_file(came: str, make: Callable[[Setup], Path], *words: str) -> Case:
+    argument = "path of load_compile_cache"
+    return Case(argument, came, CompileCacheError, None, lambda s: load_compile_cache(make(s)), words)
+
+
+DISTILLATION_CASES = [
+    bad_call(
+        "model of enable_distillation",
+        "no module",
+        lambda s: enable_distillation(3),  # type: ignore[arg-type]
+        "model is a int",
+        "an nn.Module",
+    ),
+    bad_call(
+        "enabled of enable_distillation",
+        "no bool",
+        lambda s: enable_distillation(s.modules["model"], 1),  # type: ignore[arg-type]
+        "enabled is 1",
+        "True or False",
+    ),
+    bad_call(
+        "stage of DistillationLosses",
+        "another name",
+        lambda s: DistillationLosses("warm"),  # type: ignore[arg-type]
+        "stage is 'warm'",
+        "dense, sparse",
+    ),
+    bad_call(
+        "chunk_size of DistillationLosses",
+        "less than 1, or no integer",
+        lambda s: DistillationLosses(chunk_size=0),
+        "chunk_size is 0",
+        "a positive integer",
+    ),
+    bad_call(
+        "inner of DistillationLosses",
+        "not a function",
+        lambda s: DistillationLosses(inner=3),  # type: ignore[arg-type]
+        "inner is 3",
+        "a function that runs a block, or None",
+    ),
+    bad_call(
+        "run_block of DistillationLosses",
+        "given to a second call",
+        distilled_twice,
+        "run_block has the loss of layer 2 from an earlier call",
+        "make a new DistillationLosses for each",
+    ),
+    bad_call(
+        "run_block of DistillationLosses",
+        "given to a call of frozen indexers that needs gradients",
+        distilled,
+        "layer 2's indexer is frozen",
+        "enable_distillation",
+        "torch.no_grad()",
+    ),
+    bad_call(
+        "run_block of DistillationLosses",
+        "given beside a cache",
+        lambda s: distilled(s, cache=CSA2Cache(CONFIG, 2, 16)),
+        "cache was given",
+        "run without one",
+    ),
+    bad_call(
+        "run_block of DistillationLosses",
+        "given to no call, or to that of a model that does not select, when total is asked for",
+        lambda s: DistillationLosses().total(),
+        "no index source ran with this object's run_block",
+        "give it to the model's call",
+    ),
+    bad_call(
+        "layer of distillation_loss",
+        "one that does not select",
+        loss_of("reuse, ratio 2", lambda s: s.state_2),
+        "layer 3 is a reuse layer",
+        "take a full or reindex layer",
+    ),
+    bad_call(
+        "state of distillation_loss",
+        "without a publication of the layer's compress ratio",
+        loss_of("full, ratio 2", lambda s: s.state),
+        "state holds no publication of compress ratio 2",
+        "the one that layer 2 returned",
+    ),
+]
+
+COMPILE_CACHE_CASES = [
+    Case(
+        "path of save_compile_cache",
+        "a call where nothing was compiled, or with graph caches off",
+        CompileCacheError,
+        None,
+        save_nothing,
+        ("nothing was compiled in this process", "graph caches off"),
+    ),
+    bad_cache_file(
+        "a file that cannot be read",
+        lambda s: s.folder / "none.bin",
+        "none.bin cannot be read",
+    ),
+    bad_cache_file(
+        "a file that is damaged, cut off, of another format, or no compile cache",
+        lambda s: s.short_checkpoint(),
+        "short.safetensors is no compile cache",
+        "does not begin with 'CSA2 compile cache '",
+    ),
+    bad_cache_file(
+        "a file for a device that is not here, or for a CPU with instructions that this one lacks",
+        lambda s: s.compile_cache(device="xpu"),
+        "graphs.bin is for device 'xpu'",
+        "allowed are 'cpu' and 'cuda'",
+    ),
+    bad_cache_file(
+        "a file made with another version, machine, GPU, CPU capability, C++ command, or other sources",
+        lambda s: s.compile_cache(torch="9.9"),
+        "graphs.bin was made with torch 9.9",
+        f"here it is {torch.__version__}",
+    ),
+    bad_cache_file(
+        "a file with a library of a name that no cache has",
+        lambda s: s.compile_cache(b"code", (("../code.so", 4),)),
+        "graphs.bin names a library '../code.so'",
+    ),
+    bad_cache_file(
+        "a file whose artifacts this torch cannot read",
+        lambda s: s.compile_cache(b"no artifacts"),
+        "graphs.bin holds artifacts that this torch cannot read",
+    ),
+]
+
 INPUT_CASES = [*X_CASES, *STATE_CASES, *MASK_CASES, *DOCUMENT_CASES, *INPUT_IDS_CASES, *CACHE_CASES]
-CASES = [*INPUT_CASES, *CACHE_CALL_CASES, *GENERATION_CASES, *OTHER_CASES, *TRAINING_CASES]
+CALL_CASES = [*CACHE_CALL_CASES, *GENERATION_CASES, *OTHER_CASES, *TRAINING_CASES, *DISTILLATION_CASES]
+CASES = [*INPUT_CASES, *CALL_CASES, *COMPILE_CACHE_CASES]
 
 
 @pytest.fixture(scope="module")
@@ -1089,8 +1264,10 @@ def test_the_table_has_these_rows() -> None:
     assert [row[2] for row in rows] == [case.error.__name__ for case in CASES]
 
 
-def test_every_error_is_a_value_error() -> None:
-    assert all(issubclass(error, ValueError) for error in {case.error for case in CASES})
+def test_every_error_is_a_value_error_that_the_package_exports() -> None:
+    errors = {case.error for case in CASES}
+    assert all(issubclass(error, ValueError) for error in errors)
+    assert {error.__name__ for error in errors} - {"ValueError"} <= set(csa2_compiled.__all__)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -187,6 +187,7 @@ def test_padded_queries_give_no_gradient(arrangement: str) -> None:
     (pads * torch.randn(pads.shape, dtype=pads.dtype)).sum().backward()
     for name, leaf in (trained_parameters(layers) | {f"x{i}": x for i, x in enumerate(inputs)}).items():
         assert leaf.grad is None or (leaf.grad == 0).all(), name
+    assert all(x.grad is not None for x in inputs)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from csa2_compiled import ops
+from csa2_compiled.attention_math import attend_plain
 from csa2_compiled.masks.own_buffer import own_buffer, own_buffer_op
 from csa2_compiled.rope import rope_frequencies
-from csa2_compiled.sparse_attention import _attend_plain
 
 INFINITY = float("inf")
 csa2 = torch.ops.csa2
@@ -366,7 +366,7 @@ def test_attend_is_the_plain_layout(dtype: torch.dtype, sources: int):
     out, logsumexp = ops.attend(*inputs)
     visible = torch.cat(rest[1::2], dim=-1)
     gathered = torch.cat([ops.gather_kv(kv, i) for kv, i in zip(rest[::2], rest[1::2], strict=True)], dim=2)
-    expected = _attend_plain(q, gathered, visible, sink)
+    expected = attend_plain(q, gathered, visible, sink)[0]
     assert torch.equal(out, expected)
     assert not logsumexp.requires_grad
     products = torch.einsum("bshd,bskd->bshk", q.double(), gathered.double()) * q.shape[-1] ** -0.5

@@ -14,10 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 from csa2_compiled import (
+    CheckpointError,
     CSA2Config,
     CSA2ForCausalLM,
     CSA2InputError,
     evaluate,
+    generate_report,
+    load_demo_model,
+    model_files,
     save_model,
 )
 from csa2_compiled.cli import app
@@ -200,8 +204,9 @@ def test_the_command_prints_and_writes_the_report(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     report = evaluate(make_model(), DOCUMENTS, TOKENS)
     assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
-    for value in (*report.bits_per_byte.values(), report.predicted_bytes):
-        assert f"{value:.4f}" in result.stdout or str(value) in result.stdout
+    assert f"{report.predicted_bytes} bytes predicted" in result.stdout
+    for value in report.bits_per_byte.values():
+        assert f"{value:.4f}" in result.stdout
     for layer in report.layers:
         assert f"{layer.recall:.3f}" in result.stdout
 
@@ -219,3 +224,30 @@ def test_the_command_refuses_by_name(folder: Path) -> None:
         result = invoke(*usual, *arguments)
         assert result.exit_code == 2, result.output
         assert problem in result.stderr
+
+
+def test_the_shipped_model_is_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "DEMO_FOLDER", folder / "model")
+    model = load_demo_model()
+    assert not model.training
+    assert torch.equal(
+        nn.utils.parameters_to_vector(model.parameters()), nn.utils.parameters_to_vector(make_model().parameters())
+    )
+    assert invoke("evaluate", "--text", folder / "text", "--seq-len", 16).exit_code == 0
+    texts = [
+        invoke("generate", "--eager", "--prompt", "to be", "--max-new-tokens", 5, *more).stdout
+        for more in ((), ("--model", folder / "model"))
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+def test_an_installation_without_the_model_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "DEMO_FOLDER", folder)
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors: the small model .* is not installed"):
+        load_demo_model()
+    with pytest.raises(generate_report.BadArgumentError, match="give --model, or --config"):
+        generate_report.shipped_model()
+    for command, *arguments in (("generate", "--prompt", "x"), ("masks", "--text", folder / "text")):
+        result = invoke(command, *arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"csa2 {command}: --model: ")

@@ -17,6 +17,13 @@ from csa2_compiled import (
     CheckpointError,
     CSA2ForCausalLM,
     CSA2InputError,
+    DistillationLosses,
+    TrainConfig,
+    TrainConfigError,
+    TrainDataError,
+    Trainer,
+    compile_model,
+    enable_distillation,
     load_attention,
     load_model,
     save_model,
@@ -27,16 +34,12 @@ from csa2_compiled.model import CSA2Block
 from csa2_compiled.model_files import read_tensors, write_tensors
 from csa2_compiled.train import (
     StepReport,
-    TrainConfig,
-    TrainConfigError,
-    Trainer,
     TrainingError,
     parameter_groups,
     summed_loss,
     train,
 )
 from csa2_compiled.train_checkpoint import latest_checkpoint
-from csa2_compiled.train_data import TrainDataError
 
 CFG = make_config((0, 2, 2), (1,), (1,))  # window, full, reuse
 DOCUMENTS = [
@@ -385,8 +388,13 @@ def test_a_layout_without_a_gradient_is_refused_by_name(layout: str) -> None:
     model, ids = CSA2ForCausalLM(CFG, dtype=torch.float32), torch.arange(16).unsqueeze(0)
     for block in model.layers:
         block.attn.layout = layout
-    with pytest.raises(CSA2InputError, match=f"^layout is {layout}, which has no gradient; use auto or plain"):
+    with pytest.raises(CSA2InputError, match=f"^layout is {layout}, which has no gradient; set the layer's layout to"):
         model(ids)
+    for regional in (False, True):
+        compiled = compile_model(model, passes="none", regional=regional)
+        with pytest.raises(CSA2InputError, match=f"^layout is {layout}, which has no gradient"):
+            compiled(ids)
+        assert compiled.compilations == 0
     with torch.no_grad():
         assert model(ids).isfinite().all()
     model.requires_grad_(False)
@@ -394,6 +402,25 @@ def test_a_layout_without_a_gradient_is_refused_by_name(layout: str) -> None:
     x = torch.randn(1, 16, CFG.hidden_size, requires_grad=True)
     with pytest.raises(CSA2InputError, match=f"^layout is {layout}"):
         model.layers[0].attn(x)
+
+
+@pytest.mark.parametrize("layout", ["slots", "dense"])
+def test_such_a_layout_serves_gradients_that_do_not_go_through_the_core(layout: str) -> None:
+    model, ids = CSA2ForCausalLM(CFG, dtype=torch.float32), torch.arange(16).unsqueeze(0)
+    model.requires_grad_(False)
+    enable_distillation(model)
+    attention = model.layers[-1].attn
+    attention.wo_b.requires_grad_(True)
+    for block in model.layers:
+        block.attn.layout = layout
+    losses = DistillationLosses()
+    (model(ids, run_block=losses.run_block).sum() + losses.total()).backward()
+    trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert any(".indexer." in name for name in trained)
+    model.layers[0].attn.wo_b.requires_grad_(True)  # through the layers that follow
+    with pytest.raises(CSA2InputError, match=f"^layout is {layout}"):
+        model(ids)
 
 
 def test_a_run_whose_compilation_failed_goes_on_eagerly(tmp_path: Path) -> None:
