@@ -7,13 +7,22 @@ VENV ?= .venv
 # Tests compute with one thread each, so they run side by side, a worker a core.
 WORKERS ?= auto
 TEXT ?= $(shell $(PYTHON) -c "import pydoc_data.topics as topics; print(topics.__file__)")
+# A statement that Python does not have.
+define PROMPT
+The "select" statement
+**********************
+
+The "select" statement is used to
+endef
+export PROMPT
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: demo test fast-test lint bench clean
 
-demo: $(READY)  ## a compiled CSA2 model reads a real text file: Python's own documentation
-	$(BIN)/csa2 run --text "$(TEXT)" --seq-len 512
+demo: $(READY)  ## the shipped model writes documentation, then reads some, layer by layer, compiled
+	printf '%s' "$$PROMPT" && $(BIN)/csa2 generate --eager --max-new-tokens 400 --temperature 0.7 --top-p 0.95 --prompt "$$PROMPT"
+	$(BIN)/csa2 run --text "$(TEXT)" --seq-len 512 --model csa2_compiled/assets
 
 test: lint  ## everything CI runs
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal

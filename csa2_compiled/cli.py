@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -25,8 +26,9 @@ from csa2_compiled.cli_shared import errors as _errors
 from csa2_compiled.cli_shared import make_console as _console
 from csa2_compiled.cli_train import train
 from csa2_compiled.doctor import CudaDevice, DoctorReport, examine, run_obstacle
-from csa2_compiled.generate_report import GenerateReport, generate_text, read_model
+from csa2_compiled.generate_report import GenerateReport, generate_text, read_model, shipped_model
 from csa2_compiled.model import CSA2ForCausalLM
+from csa2_compiled.model_files import copy_in_dtype
 from csa2_compiled.run_report import (
     BadArgumentError,
     Environment,
@@ -67,12 +69,21 @@ PassesOption = Annotated[
 @app.command()
 def run(
     text: Annotated[Path, typer.Option(help="File whose first bytes are the tokens (UTF-8 text).", metavar="FILE")],
+    model_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="Directory of a whole model, as csa2 train makes it, to compute with in float32; without it all that "
+            "--weights does not give is random.",
+            metavar="DIR",
+        ),
+    ] = None,
     config: ConfigOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = Device.CPU,
     passes: PassesOption = "all",
     seq_len: Annotated[int, typer.Option(help="Bytes of the text to read, at most.", metavar="N")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.", metavar="N")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random weights.", metavar="N", show_default="0")] = None,
     json_path: JsonOption = None,
     cache: Annotated[
         bool,
@@ -93,8 +104,13 @@ def run(
         if json_path is not None:
             _check_writable(json_path)
         excerpt = run_report.read_text(text, seq_len)
-        model, names = _prepare(config, passes, device, seq_len, seed, weights)
-        origin = Origin(_name(config), _name(weights), seed)
+        if model_path is not None and seed is not None:
+            raise BadArgumentError("--seed", "it does not go with --model, which has a config and all weights")
+        seed = 0 if seed is None else seed
+        model, names = _prepare(config, passes, device, seq_len, seed, weights, model_path=model_path)
+        origin: Origin | str = Origin(_name(config), _name(weights), seed)
+        if model_path is not None:
+            model, origin = copy_in_dtype(model, torch.float32).eval(), str(model_path)
         with _progress(len(model.layers)) as on_block:
             compiled = run_report.compile_for_report(model, names, cache)
             report = run_report.report_run(compiled, excerpt, origin, cache, on_block)
@@ -119,9 +135,17 @@ def generate(
     stop: Annotated[str, typer.Option(help="End at any of these bytes.", metavar="BYTES")] = "",
     model_path: Annotated[
         Path | None,
-        typer.Option("--model", help="Directory of a whole model, as csa2 train makes it.", metavar="DIR"),
+        typer.Option(
+            "--model",
+            help="Directory of a whole model, as csa2 train makes it; without it, --config and --weights, the small "
+            "one that comes with csa2-compiled.",
+            metavar="DIR",
+        ),
     ] = None,
-    config: ConfigOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="config.json of a model with random weights instead.", metavar="JSON"),
+    ] = None,
     weights: WeightsOption = None,
     device: DeviceOption = Device.CPU,
     passes: PassesOption = "all",
@@ -148,6 +172,8 @@ def generate(
             raise BadArgumentError("--max-new-tokens", f"{max_new_tokens} is not at least 1")
         length = len(prompt_bytes) + max_new_tokens - 1  # the last byte does not go in
         run_report.check_device(device.value)
+        if model_path is None and config is None and weights is None:
+            model_path = shipped_model()
         asked_by = f"--max-new-tokens after a prompt of {len(prompt_bytes)} bytes"
         model, names = _prepare(
             config,
@@ -289,13 +315,8 @@ def _progress(num_layers: int) -> Iterator[run_report.OnBlock]:
 
 
 def _print_run(console: Console, report: RunReport) -> None:
-    origin = report.origin
     extent = f"the first {report.num_bytes}" if report.text_truncated else f"all {report.num_bytes}"
-    weights = f"random weights (seed {origin.seed})"
-    if origin.weights is not None:
-        weights = f"attention from {origin.weights}, the rest random (seed {origin.seed})"
-    title = f"{report.text}: {extent} bytes, {origin.config or 'tiny config'}, {weights}"
-    console.print(title, style="bold")
+    console.print(f"{report.text}: {extent} bytes, {_describe_origin(report.origin)}", style="bold")
     console.print(f"{_describe(report.environment)}, {report.dtype}", style="dim")
     console.print(_layer_table(report))
     for layer in report.layers:
@@ -310,6 +331,15 @@ def _print_run(console: Console, report: RunReport) -> None:
     for summary in report.passes:
         console.print(f"Pass {summary.name}: " + "\n  ".join(_pass_lines(summary)))
     console.print(_loss_note(report))
+
+
+def _describe_origin(origin: Origin | str) -> str:
+    if isinstance(origin, str):
+        return f"model {origin}"
+    weights = f"random weights (seed {origin.seed})"
+    if origin.weights is not None:
+        weights = f"attention from {origin.weights}, the rest random (seed {origin.seed})"
+    return f"{origin.config or 'tiny config'}, {weights}"
 
 
 def _printable(text: str, encoding: str = "utf-8") -> str:
@@ -373,9 +403,12 @@ def _cache_note(report: RunReport) -> str:
 def _loss_note(report: RunReport) -> str:
     if report.bits_per_byte is None:
         return "No next-byte loss: a single byte has no next one."
-    weights = "All weights are random" if report.origin.weights is None else "All but the attention is random"
     loss = f"Mean next-byte loss: {report.bits_per_byte:.2f} bits per byte."
-    return f"{loss} {weights}; a uniform guess has {report.uniform_bits:.2f}."
+    uniform = f"a uniform guess has {report.uniform_bits:.2f}."
+    if isinstance(report.origin, str):
+        return f"{loss} For comparison, {uniform}"
+    weights = "All weights are random" if report.origin.weights is None else "All but the attention is random"
+    return f"{loss} {weights}; {uniform}"
 
 
 def _pass_lines(summary: PassSummary) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from csa2_compiled import quality, run_report
 from csa2_compiled.cli_shared import Device, DeviceOption, check_output, errors, make_console
-from csa2_compiled.generate_report import read_model
+from csa2_compiled.generate_report import read_model, shipped_model
 from csa2_compiled.quality import QualityReport
 from csa2_compiled.run_report import BadArgumentError
 from csa2_compiled.tokens import CSA2InputError
@@ -28,8 +28,13 @@ _MEANINGS = {
 def evaluate(
     text: Annotated[list[Path], typer.Option(help="File to read; may be given several times.", metavar="FILE")],
     model_path: Annotated[
-        Path, typer.Option("--model", help="Directory of a whole model, as csa2 train makes it.", metavar="DIR")
-    ],
+        Path | None,
+        typer.Option(
+            "--model",
+            help="Directory of a whole model; without it the small one that comes with csa2-compiled.",
+            metavar="DIR",
+        ),
+    ] = None,
     document_separator: Annotated[
         str,
         typer.Option(help="Ends a document; empty: each file is one.", metavar="TEXT", show_default="form feed"),
@@ -52,7 +57,8 @@ def evaluate(
         run_report.check_device(device.value)
         try:
             documents = read_documents(text, os.fsencode(document_separator))
-            model = read_model(model_path, seq_len, device.value, "--seq-len")
+            folder = shipped_model() if model_path is None else model_path
+            model = read_model(folder, seq_len, device.value, "--seq-len")
             report = quality.evaluate(model, documents, seq_len, batch_size)
         except TrainDataError as error:
             raise BadArgumentError(f"--{error.field.replace('_', '-')}", error.problem) from error

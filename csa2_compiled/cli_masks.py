@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from csa2_compiled import run_report
-from csa2_compiled.cli_shared import ConfigOption, NotWorkingError, errors, make_console
+from csa2_compiled.cli_shared import NotWorkingError, errors, make_console
 from csa2_compiled.config import CSA2Config
-from csa2_compiled.generate_report import read_model
+from csa2_compiled.generate_report import read_model, shipped_model
 from csa2_compiled.mask_report import read_inputs, report_inputs, report_text
 from csa2_compiled.masks import visualize
 from csa2_compiled.masks.view_data import MaskReport
@@ -45,13 +45,26 @@ def masks(
     row: Annotated[int, typer.Option(help="Row of the batch in --inputs or --state.", metavar="N")] = 0,
     model_path: Annotated[
         Path | None,
-        typer.Option("--model", help="Directory of a whole model, as csa2 train makes it.", metavar="DIR"),
+        typer.Option(
+            "--model",
+            help="Directory of a whole model, as csa2 train makes it; without it, --config, --weights and --seed, the "
+            "small one that comes with csa2-compiled.",
+            metavar="DIR",
+        ),
     ] = None,
-    config: ConfigOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json or inference/config.json of a model with random weights instead; with only --weights or "
+            "--seed, a tiny 9-layer byte model.",
+            metavar="JSON",
+        ),
+    ] = None,
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="Attention weights in the released layout; without it all are random.", metavar="SAFETENSORS"
+            help="Attention weights of that model in the released layout; without it all are random.",
+            metavar="SAFETENSORS",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random weights.", metavar="N", show_default="0")] = None,
@@ -77,9 +90,10 @@ def masks(
 ) -> None:
     """Show what a query looks at, and why: window, candidates, selection and how attention is split among them.
 
-    Runs the text, eagerly, through a model (that of --model, or one of random weights, its attention from --weights),
-    or each layer of --inputs on its own input; or shows what a saved state tells, which is all but the attention and
-    the index scores. Exit code 2 for a bad argument, 1 where pictures need matplotlib and it is missing.
+    Runs the text, eagerly, through a model: that of --model, the shipped one, or with --config, --weights or --seed one
+    of random weights, its attention from --weights. Or runs each layer of --inputs on its own input; or shows what a
+    saved state tells, which is all but the attention and the index scores. Exit code 2 for a bad argument, 1 where
+    pictures need matplotlib and it is missing.
     """
     with errors("masks"):
         for argument, path in (("--png", png), ("--html", html), ("--json", json_path)):
@@ -172,15 +186,17 @@ def _collect(
         raise BadArgumentError("--text", "one of --text, --inputs and --state is needed")
     if model_path is not None:
         _refuse("--model, which has a config and all weights", of_model)
+    shipped = model_path is None and all(value is None for value in of_model.values())
+    folder = shipped_model() if shipped else model_path
     excerpt = run_report.read_text(text, _SEQ_LEN if seq_len is None else seq_len)
     num_tokens = len(excerpt.data)
-    model = None if model_path is None else read_model(model_path, num_tokens, "cpu", "--seq-len")
+    model = None if folder is None else read_model(folder, num_tokens, "cpu", "--seq-len")
     cfg = run_report.read_config(config, num_tokens) if model is None else model.cfg
     _check_row(row, 1)
     chosen, span = parse_layers(layers, cfg.num_hidden_layers), parse_queries(queries, num_tokens)
     _check_head(head, cfg)
     if model is not None:
-        return report_text(model, excerpt, str(model_path), chosen, span)
+        return report_text(model, excerpt, "the shipped demo model" if shipped else str(folder), chosen, span)
     seed = 0 if seed is None else seed
     origin = Origin(None if config is None else str(config), None if weights is None else str(weights), seed)
     return report_text(run_report.make_model(cfg, seed, "cpu", weights), excerpt, origin, chosen, span)

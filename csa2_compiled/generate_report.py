@@ -11,7 +11,7 @@ from csa2_compiled.checkpoint import CheckpointError
 from csa2_compiled.compiled import CompiledModel
 from csa2_compiled.generation import generate
 from csa2_compiled.model import CSA2ForCausalLM
-from csa2_compiled.model_files import load_model
+from csa2_compiled.model_files import demo_folder, load_model
 from csa2_compiled.run_report import BYTE_VALUES, BadArgumentError, Environment, check_length, environment_of
 from csa2_compiled.tokens import CSA2InputError
 
@@ -36,6 +36,14 @@ class GenerateReport:
     cache_bytes: int
     cache_tokens: int
     packed: bool
+
+
+def shipped_model() -> Path:
+    """The directory of the model that comes with the package. Raises BadArgumentError."""
+    try:
+        return demo_folder()
+    except CheckpointError as error:
+        raise BadArgumentError("--model", f"{error}; give --model, or --config for random weights") from error
 
 
 def read_model(path: Path, seq_len: int, device: str, length_argument: str) -> CSA2ForCausalLM:

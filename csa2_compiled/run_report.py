@@ -121,15 +121,15 @@ class Origin:
 class RunReport:
     """One text through one model, block by block, compiled and eager.
 
-    graphs: compiled in this run. caches: whether PyTorch's graph caches were on. bits_per_byte: mean
-    next-byte loss of the compiled model, None for a single byte; uniform_bits: that of a uniform guess over
-    the vocabulary.
+    origin: what made the model; as str, the directory that all of it comes from. graphs: compiled in this run.
+    caches: whether PyTorch's graph caches were on. bits_per_byte: mean next-byte loss of the compiled model, None
+    for a single byte; uniform_bits: that of a uniform guess over the vocabulary.
     """
 
     text: str
     num_bytes: int
     text_truncated: bool
-    origin: Origin
+    origin: Origin | str
     environment: Environment
     dtype: str
     caches: bool
@@ -278,7 +278,7 @@ def kind_name(attn: CSA2Attention) -> str:
 def report_run(
     compiled: CompiledModel,
     text: Text,
-    origin: Origin,
+    origin: Origin | str,
     caches: bool = False,
     on_block: OnBlock | None = None,
 ) -> RunReport:

@@ -36,6 +36,9 @@ def test_wheel_built_from_the_sdist_holds_both(tmp_path):
         assert f"csa2_compiled/{module}.py" in names
     assert "csa2_compiled/py.typed" in names
     assert "csa2_compiled/masks/page.html" in names
+    for file in ("model.safetensors", "config.json", "README.md"):
+        shipped = (ROOT / "csa2_compiled/assets" / file).read_bytes()
+        assert zipfile.ZipFile(wheel).read(f"csa2_compiled/assets/{file}") == shipped
     assert not [name for name in names if name.startswith(("masks/", "passes/", "tests/"))]
     with tarfile.open(sdist) as archive:
         for file in ("layout.py", "page.html"):

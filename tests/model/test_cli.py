@@ -16,6 +16,7 @@ from csa2_compiled import cli as cli_module
 from csa2_compiled.checkpoint import save_attention
 from csa2_compiled.cli import app
 from csa2_compiled.compiled import CompiledModel
+from csa2_compiled.model_files import DEMO_FOLDER
 from csa2_compiled.passes import PassReport
 
 TEXT = "Every query attends to a short window and to a selection of the whole past.\n" * 4
@@ -140,6 +141,8 @@ REFUSED = {
     "unknown pass": ("--passes", ["--passes", "inline,fuse_all"]),
     "no pass name": ("--passes", ["--passes", ""]),
     "negative seed": ("--seed", ["--seed", "-1"]),
+    "model beside a config": ("--model", ["--model", "{folder}"]),
+    "seed beside a model": ("--seed", ["--model", "{folder}", "--seed", "0"]),
     "JSON to a folder": ("--json", ["--json", "{folder}"]),
     "JSON to nowhere": ("--json", ["--json", "{folder}/none/report.json"]),
 }
@@ -297,6 +300,19 @@ def test_run_accepts_a_short_text(folder, tmp_path):
     assert "Graph caches were on" in result.stdout
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_run_takes_a_whole_model(folder, tmp_path):
+    usual = ["run", "--text", folder / "text.txt", "--seq-len", "100", "--cache", "--json", tmp_path / "report.json"]
+    result = invoke(*usual, "--model", DEMO_FOLDER)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["origin"], report["dtype"], len(report["layers"])) == (str(DEMO_FOLDER), "float32", 8)
+    assert report["bits_per_byte"] < 6  # a uniform guess has 8
+    assert f"model {DEMO_FOLDER}" in " ".join(result.stdout.split())
+    assert "random" not in result.stdout
+    assert_refused(invoke(*usual, "--model", tmp_path), "run", "--model")
+
+
 def test_table_fits_100_columns():
     layer = run_report.LayerReport(
         index=38,
@@ -366,10 +382,8 @@ def test_doctor_prints_json(nothing_compiles):
     features = {feature["name"]: feature for feature in report["features"]}
     assert features["eager"]["works"]
     assert features["compile on CUDA"]["works"] is False
-    assert (
-        "no backward" in features["FlexAttention backward, CPU"]["detail"]
-        or not features["FlexAttention backward, CPU"]["works"]
-    )
+    assert features["FlexAttention backward, CPU"]["works"] is False
+    assert "gradients take the plain layout" in features["FlexAttention backward, CPU"]["detail"]
     assert features["safetensors with E8M0 scales"]["works"]
 
 
