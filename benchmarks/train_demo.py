@@ -9,8 +9,8 @@ distilled), and measures held-out bits per byte with the sparse attention, with 
 positions and with the window alone, and how much of the dense attention's own choice the indexers find: as trained,
 and with the indexers as they were drawn. --minutes is the time until the training ends, compiling included: where
 --steps would take longer, fewer are fixed at the end of the warm-up, from the time that its steps took, so that the
-learning rate's cosine ends with them. Many more steps are not better: the text is 8 MB, and a model that has read it 20
-times (5148 steps, weight decay 0.1) knew it by heart and needed 3.14 bits a byte for new documentation, instead of 1.48.
+learning rate's cosine ends with them. Many more steps are not better: the text is 8 MB, and a model that had read it 20
+times (5148 steps, weight decay 0.1) knew it by heart and needed 3.14 bits a byte for new documentation, not 1.48.
 
 Writes six files to --out: model.safetensors (bfloat16) and config.json, also once a minute while it trains; README.md,
 a model card; report.json; log.jsonl; held-out.txt, what it is measured on. --text also writes what it trains on.
