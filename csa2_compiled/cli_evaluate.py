@@ -2,12 +2,15 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from csa2_compiled import quality, run_report
@@ -59,7 +62,8 @@ def evaluate(
             documents = read_documents(text, os.fsencode(document_separator))
             folder = shipped_model() if model_path is None else model_path
             model = read_model(folder, seq_len, device.value, "--seq-len")
-            report = quality.evaluate(model, documents, seq_len, batch_size)
+            with _progress() as on_batch:
+                report = quality.evaluate(model, documents, seq_len, batch_size, on_batch=on_batch)
         except TrainDataError as error:
             raise BadArgumentError(f"--{error.field.replace('_', '-')}", error.problem) from error
         except CSA2InputError as error:
@@ -68,6 +72,16 @@ def evaluate(
         _print_report(make_console(), report)
         if json_path is not None:
             json_path.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, where that is a terminal."""
+    console = make_console(stderr=True)
+    columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _print_report(console: Console, report: QualityReport) -> None:

@@ -6,7 +6,7 @@ among the K positions to which the layer's own attention, over all visible posit
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -69,12 +69,14 @@ def evaluate(
     seq_len: int = 1024,
     batch_size: int = 1,
     attends: Sequence[Attends] = get_args(Attends),
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> QualityReport:
     """Read documents in windows of at most seq_len bytes, and measure; runs eagerly, where the model is.
 
     batch_size: packed rows at a time; "dense" gathers batch_size x seq_len x (window + compressed positions) keys.
-    attends: which to measure; recall needs "sparse". Raises CSA2InputError for a bad argument and TrainDataError for
-    documents that are not bytes or in which there is nothing to predict.
+    attends: which to measure; recall needs "sparse". on_batch: called after each batch with the bytes read so far and
+    in all. Raises CSA2InputError for a bad argument and TrainDataError for documents that are not bytes or in which
+    there is nothing to predict.
     """
     _check_integer("seq_len", seq_len, 2, model.cfg.max_position_embeddings)
     _check_integer("batch_size", batch_size, 1, 2**31)
@@ -82,12 +84,14 @@ def evaluate(
     data = TrainData(documents, seq_len, group_alignment(model.cfg.compress_ratios))
     counting = _Counting(chunk_size_for(model.cfg, batch_size, seq_len))
     blocks = {name: counting.run_block if name == "sparse" else reader(name) for name in attends}
-    nats, count = dict.fromkeys(attends, 0.0), 0
+    nats, count, num_bytes = dict.fromkeys(attends, 0.0), 0, 0
     for batch in data.batches_of(data.train_windows, batch_size):
         on_device = batch.to(model.embed.weight.device)
         count += int((batch.targets != IGNORED).sum())
         for name, run_block in blocks.items():
             nats[name] += _nats(model, on_device, run_block)
+        num_bytes += batch.num_bytes
+        on_batch(num_bytes, sum(map(len, data.train_windows)))
     layers = tuple(_layer_recall(layer, *counts) for layer, counts in counting.counts.items())
     return QualityReport(
         seq_len,

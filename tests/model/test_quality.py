@@ -72,7 +72,11 @@ def bits_alone(model: CSA2ForCausalLM) -> float:
 def test_dense_is_a_model_that_selects_every_position() -> None:
     model = make_model()
     every = make_model(replace(CFG, index_topk=TOKENS, candidate_topk_blocks=TOKENS // 4))
-    report = evaluate(model, DOCUMENTS, TOKENS, batch_size=2)
+    read: list[tuple[int, int]] = []
+    report = evaluate(model, DOCUMENTS, TOKENS, batch_size=2, on_batch=lambda *so_far: read.append(so_far))
+    total = sum(map(len, DOCUMENTS))
+    assert 0 < read[0][0] < read[-1][0] == total
+    assert {every for _, every in read} == {total}
     assert report.bits_per_byte["sparse"] == pytest.approx(bits_alone(model), abs=1e-5)
     assert report.bits_per_byte["dense"] == pytest.approx(bits_alone(every), abs=1e-5)
     assert abs(report.bits_per_byte["sparse"] - report.bits_per_byte["dense"]) > 1e-4
