@@ -27,6 +27,7 @@ import math
 import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 import traceback
 from collections import Counter
@@ -468,12 +469,25 @@ def model_card(report: dict[str, Any]) -> str:
 
 """
     )
+    what = f"""A byte-level language model that shows CSA2 attention at work. {report["parameters"] / 1e6:.1f} million
+        parameters in bfloat16 ({report["weight_bytes"] / 1e6:.1f} MB), {config["num_hidden_layers"]} layers in which
+        all four roles occur, window {config["sliding_window"]}, {config["index_topk"]} selected positions, compress
+        ratios 2 and 1, candidates. It continues text in the manner of Python's documentation. It states nothing
+        reliably, and is of no use but this."""
+    data = f"""**Data.** Python {python}'s own text: the topics of pydoc ({training["documentation"]["documents"]}
+        documents, {training["documentation"]["bytes"]} bytes, each {text["topic_repeats"]} times an epoch) and the
+        sources of the standard library without tests and codec tables ({training["library"]["documents"]} files,
+        {training["library"]["bytes"]} bytes). Copyright Python Software Foundation and contributors; under the PSF
+        License Version 2, which allows copies and derivative works with that notice
+        (https://docs.python.org/3/license.html)."""
+    every = f"distilled in the dense stage, every {settings['distill_every']} steps"
+    trained = f"""**Training.** {steps}, AdamW, peak learning rate {settings["lr"]:g}, weight decay
+        {settings["weight_decay"]:g}, {settings["dtype"]}, indexers {every if settings["distill"] else "left as drawn"}.
+        Last loss {last["loss"]:.3f} nats a byte{distilled}. {report["seconds"]:.0f} s on {provenance["device"]}, torch
+        {provenance["torch"]}, {provenance["date"]}."""
     return f"""# A small CSA2 model of Python's documentation
 
-A byte-level language model that shows CSA2 attention at work. {report["parameters"] / 1e6:.1f} million parameters in
-bfloat16 ({report["weight_bytes"] / 1e6:.1f} MB), {config["num_hidden_layers"]} layers in which all four roles occur,
-window {config["sliding_window"]}, {config["index_topk"]} selected positions, compress ratios 2 and 1, candidates.
-It continues text in the manner of Python's documentation. It states nothing reliably, and is of no use but this.
+{_wrap(what)}
 
 ```python
 from csa2_compiled import generate, load_demo_model
@@ -481,18 +495,9 @@ from csa2_compiled import generate, load_demo_model
 model = load_demo_model()
 ```
 
-**Data.** Python {python}'s own text: the topics of pydoc ({training["documentation"]["documents"]} documents,
-{training["documentation"]["bytes"]} bytes, each {text["topic_repeats"]} times an epoch) and the sources of the
-standard library without tests and codec tables ({training["library"]["documents"]} files,
-{training["library"]["bytes"]} bytes).
-Copyright Python Software Foundation and contributors; under the PSF License Version 2, which allows copies and
-derivative works with that notice (https://docs.python.org/3/license.html).
+{_wrap(data)}
 
-**Training.** {steps}, AdamW, peak learning rate {settings["lr"]:g},
-weight decay {settings["weight_decay"]:g}, {settings["dtype"]}, indexers
-{f"distilled in the dense stage, every {settings['distill_every']} steps" if settings["distill"] else "left as drawn"}.
-Last loss {last["loss"]:.3f} nats a byte{distilled}.
-{report["seconds"]:.0f} s on {provenance["device"]}, torch {provenance["torch"]}, {provenance["date"]}.
+{_wrap(trained)}
 
 **Measured** on held-out files and topics, bits per byte: the attention as trained ("sparse"), over all visible
 compressed positions ("dense"), over none ("window only"). Recall: the share of a selection that is among the positions
@@ -502,6 +507,11 @@ to which the layer's own dense attention gives most, and what a random selection
 
 {continuation}Made by `python benchmarks/train_demo.py`; the weights are under the MIT licence, like the code.
 """
+
+
+def _wrap(paragraph: str) -> str:
+    """A paragraph in lines of at most 120 characters, whatever its figures are."""
+    return textwrap.fill(" ".join(paragraph.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def generate(
     weights: WeightsOption = None,
     device: DeviceOption = Device.CPU,
     passes: PassesOption = "all",
-    eager: Annotated[bool, typer.Option("--eager", help="Compile nothing.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Compile nothing: no wait, slower bytes.")] = False,
     packed: Annotated[
         bool, typer.Option("--packed", help="Keep the cache as bytes of its quantization formats.")
     ] = False,
@@ -159,7 +159,8 @@ def generate(
     """Go on from a text, byte by byte, and print the bytes as they come.
 
     The text runs through the model in chunks and fills a cache; then one compiled step, the same graph at every
-    position, makes a byte. Rates, compilations and the cache's bytes go to stderr. Exit code 2 for a bad argument.
+    position, makes a byte. It is compiled after the first byte, which takes a minute or two on a CPU. Rates,
+    compilations and the cache's bytes go to stderr. Exit code 2 for a bad argument.
     """
     with _errors("generate"):
         if json_path is not None:

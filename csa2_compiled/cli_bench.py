@@ -145,6 +145,7 @@ def save(
         if obstacle is not None:
             raise NotWorkingError(f"compiled runs do not work here: {obstacle}; `csa2 doctor` says more")
         compiled = run_report.compile_for_report(run_report.make_model(cfg, 0, device.value), names, caches=True)
+        typer.echo("Compiling, a minute or two on a CPU.", err=True)
         _compile(compiled, seq_len)
         try:
             contents = save_compile_cache(file, device.value)
