@@ -461,7 +461,7 @@ def model_card(report: dict[str, Any]) -> str:
     continuation = (
         ""
         if sample is None
-        else f"""**A continuation** (temperature 0.7), of a statement that Python does not have:
+        else f"""**A continuation** (temperature 0.7, top-p 0.95), of a statement that Python does not have:
 
 ```text
 {sample["prompt"]}{sample["continuation"]}
@@ -493,6 +493,8 @@ def model_card(report: dict[str, Any]) -> str:
 from csa2_compiled import generate, load_demo_model
 
 model = load_demo_model()
+for token in generate(model, b"The for loop ", 100, temperature=0.7, top_p=0.95):
+    print(bytes(token.tolist()).decode(errors="replace"), end="", flush=True)
 ```
 
 {_wrap(data)}

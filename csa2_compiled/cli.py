@@ -199,6 +199,7 @@ def generate(
             seed,
             packed,
             on_text=lambda piece: typer.echo(_printable(piece, sys.stdout.encoding), nl=False),
+            on_compile=lambda: typer.echo("Compiling the step: a minute or two on a CPU, once.", err=True),
         )
         typer.echo()
         _print_generate(_console(stderr=True), report)

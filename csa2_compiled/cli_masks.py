@@ -265,6 +265,7 @@ def _write_png(path: Path, report: MaskReport, head: int | None) -> None:
             visualize.FIGURES[name](report, head=head).savefig(target, dpi=_DPI)
         except OSError as error:
             raise BadArgumentError("--png", f"{target} cannot be written: {error.strerror}") from error
+        typer.echo(f"written: {target}", err=True)
 
 
 def _write(argument: str, path: Path, content: str) -> None:
@@ -272,3 +273,4 @@ def _write(argument: str, path: Path, content: str) -> None:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise BadArgumentError(argument, f"{path} cannot be written: {error.strerror}") from error
+    typer.echo(f"written: {path}", err=True)

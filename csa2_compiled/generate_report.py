@@ -72,10 +72,12 @@ def generate_text(
     seed: int,
     packed: bool,
     on_text: Callable[[str], None],
+    on_compile: Callable[[], None] = lambda: None,
 ) -> GenerateReport:
     """Generate bytes after a prompt and hand their text to `on_text` as soon as it is whole UTF-8.
 
-    Bytes that are no UTF-8 come as U+FFFD. Raises BadArgumentError.
+    Bytes that are no UTF-8 come as U+FFFD. on_compile: called once the arguments are checked, where a first step will
+    wait for the compiler. Raises BadArgumentError.
     """
     eager = model.module if isinstance(model, CompiledModel) else model
     assert isinstance(eager, CSA2ForCausalLM)
@@ -90,6 +92,8 @@ def generate_text(
     except CSA2InputError as error:
         name, _, problem = str(error).partition(" ")
         raise BadArgumentError(f"--{name.replace('_', '-')}", problem) from error
+    if isinstance(model, CompiledModel) and max_new_tokens > 1:
+        on_compile()
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     pieces: list[str] = []
 

@@ -228,6 +228,7 @@ def test_a_compiled_run_compiles_each_kind_of_block_once(folder: Path) -> None:
     usual = ["--config", folder / "one_kind.json", "--prompt", PROMPT, "--max-new-tokens", 9, "--passes", "inline"]
     result = invoke(*usual, "--json", folder / "compiled.json")
     assert result.exit_code == 0, result.output
+    assert "Compiling the step" in result.stderr
     assert "1 compilation included" in result.stderr
     report = json.loads((folder / "compiled.json").read_text())
     assert (report["compilations"], report["new_bytes"]) == (1, 9)

@@ -67,7 +67,12 @@ def test_everything_at_once(folder, tmp_path):
     assert "text.txt" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert f"text.txt, all {NUM_BYTES} bytes: query 59" in result.stdout
     assert "layer 5: reindex, ratio 1: reindexes the keys of layer 3 among the candidates of layer 3" in result.stdout
-    assert result.stderr == ""
+    written = [
+        *(pictures / f"{name}.png" for name in visualize.FIGURES),
+        tmp_path / "page.html",
+        tmp_path / "data.json",
+    ]
+    assert result.stderr.splitlines() == [f"written: {path}" for path in written]
 
 
 def test_without_an_output_it_prints(folder):
