@@ -1,6 +1,6 @@
 """What do the parts of the attention cost alone: the core, index scores, selection, candidate blocks?
 
-    python benchmarks/attention.py                        # the demo model's shapes on CPU, eager only: a trial
+    python benchmarks/attention.py                        # the tiny config's shapes on CPU, eager only: a trial
     python benchmarks/attention.py --device cuda          # released shapes, bfloat16, ratio 1, one GPU
     python benchmarks/attention.py --device cuda --peer module:function --what-it-waits-for
     python benchmarks/attention.py --show benchmarks/results/h200-attention.json

@@ -1,6 +1,6 @@
 """What does a training step of the attention core cost: forward and backward, time, memory, error?
 
-    python benchmarks/backward.py                         # the demo model's shapes on CPU, eager only: a trial
+    python benchmarks/backward.py                         # the tiny config's shapes on CPU, eager only: a trial
     python benchmarks/backward.py --device cuda           # released shapes, bfloat16, ratio 1, one GPU
     python benchmarks/backward.py --device cuda --sweep   # and the backward kernels with other tiles
     python benchmarks/backward.py --show benchmarks/results/h200-backward.json

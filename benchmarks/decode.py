@@ -1,7 +1,7 @@
 """What does one decoding step cost, per layer and for the whole stack, and what is the least it could?
 
     python benchmarks/decode.py                  # released shapes, bfloat16, one GPU
-    python benchmarks/decode.py --device cpu     # the demo model's layers, as a trial
+    python benchmarks/decode.py --device cpu     # the tiny config's layers, as a trial
     python benchmarks/decode.py --show benchmarks/results/h200-decode.json
 
 A step is one token a row after a full cache. *eager* launches every operation; *compiled* replays a CUDA graph of

@@ -1,6 +1,6 @@
 """What does one attention layer cost, per role: eager, compiled with named ops inlined, compiled with all passes?
 
-    python benchmarks/layer.py                          # the demo model's layers, on CPU
+    python benchmarks/layer.py                          # the tiny config's layers, on CPU
     python benchmarks/layer.py --device cuda            # released shapes, bfloat16, one GPU
     python benchmarks/layer.py --device cuda --seq-len "4096 32768" --layers "window,reuse r=1"
     python benchmarks/layer.py --show benchmarks/results/h200-layer.json

@@ -36,7 +36,7 @@ def require_device(name: str) -> torch.device:
 
 
 def shapes_for(device: torch.device) -> tuple[CSA2Config, torch.dtype, str]:
-    """What is measured on a device, and its name in titles: the released shapes on CUDA, the demo model's on CPU."""
+    """What is measured on a device, and its name in titles: the released shapes on CUDA, the tiny config's on CPU."""
     if device.type == "cuda":
         return CSA2Config.v41_flash(), torch.bfloat16, f"released shapes, {torch.bfloat16}"
     return CSA2Config.tiny(), torch.float32, f"tiny preset, {torch.float32}"
