@@ -51,12 +51,12 @@ class CompileCacheContents:
 def save_compile_cache(path: str | os.PathLike[str], device: torch.device | str | None = None) -> CompileCacheContents:
     """Write all that this process compiled, or took from its caches, to one file for `load_compile_cache`.
 
-    device: what the graphs run on, for a check when the file is loaded; None: "cuda" where this process has used it,
-    else "cpu". An older file is replaced only once the new one is whole. Raises CompileCacheError if nothing was
-    compiled, OSError if the file cannot be written.
+    device: what the graphs run on, "cpu" or "cuda", for a check when the file is loaded; None: "cuda" where this
+    process has used it, else "cpu". An older file is replaced only once the new one is whole. Raises CompileCacheError
+    if nothing was compiled, or for another device; OSError if the file cannot be written.
     """
     require_known_torch()
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+    chosen = _device(device)
     saved = torch.compiler.save_cache_artifacts() if graphs_compiled() else None
     if saved is None:
         raise CompileCacheError("nothing was compiled in this process, or with graph caches off: nothing to save")
@@ -98,6 +98,18 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheContents:
             _write_whole(target, library)
             target.chmod(0o755)
     return _contents(header, len(content))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise CompileCacheError(f"device is {device!r}, which torch does not know; allowed are cpu and cuda") from error
+    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
+        raise CompileCacheError(f"device is {str(chosen)!r}; allowed are cpu, and cuda where torch finds a GPU")
+    return chosen
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -291,6 +291,9 @@ def _check(stage: str, chunk_size: int) -> None:
 
 
 def _publication(layer: CSA2Attention, state: CSA2State) -> Publication:
+    for name, value, kind in (("layer", layer, CSA2Attention), ("state", state, CSA2State)):
+        if not isinstance(value, kind):
+            raise CSA2InputError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
     if layer.role not in (LayerRole.FULL, LayerRole.REINDEX):
         raise CSA2InputError(
             f"layer {layer.layer_idx} is a {layer.role.value} layer, which has no indexer; take a full or reindex layer"

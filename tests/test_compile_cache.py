@@ -181,3 +181,10 @@ def test_instructions_are_those_that_compilers_use(tmp_path):
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse4_2 avx2 avx512f amx_tile hypervisor ibrs fma\n")
     assert compile_cache._cpu_instructions(cpuinfo) == {"sse4_2", "avx2", "avx512f", "amx_tile", "fma"}
     assert compile_cache._cpu_instructions(tmp_path / "none") == set()
+
+
+@pytest.mark.parametrize("device", ["gpu", 3.5])
+def test_a_device_that_torch_does_not_know_is_refused(tmp_path, device):
+    with pytest.raises(CompileCacheError, match=f"device is {device!r}, which torch does not know"):
+        save_compile_cache(tmp_path / "file.bin", device)
+    assert not (tmp_path / "file.bin").exists()

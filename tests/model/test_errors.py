@@ -1148,6 +1148,20 @@ DISTILLATION_CASES = [
         "take a full or reindex layer",
     ),
     bad_call(
+        "layer of distillation_loss",
+        "no CSA2Attention",
+        loss_of("model", lambda s: s.state_2),
+        "layer is a CSA2ForCausalLM",
+        "must be a CSA2Attention",
+    ),
+    bad_call(
+        "state of distillation_loss",
+        "no CSA2State",
+        loss_of("full, ratio 2", lambda s: None),  # type: ignore[arg-type, return-value]
+        "state is a NoneType",
+        "must be a CSA2State",
+    ),
+    bad_call(
         "state of distillation_loss",
         "without a publication of the layer's compress ratio",
         loss_of("full, ratio 2", lambda s: s.state),
@@ -1164,6 +1178,14 @@ COMPILE_CACHE_CASES = [
         None,
         save_nothing,
         ("nothing was compiled in this process", "graph caches off"),
+    ),
+    Case(
+        "device of save_compile_cache",
+        "a name that torch does not know, another device, or cuda where torch finds no GPU",
+        CompileCacheError,
+        None,
+        lambda s: save_compile_cache(s.folder / "graphs.bin", "meta"),
+        ("device is 'meta'", "allowed are cpu, and cuda"),
     ),
     bad_cache_file(
         "a file that cannot be read",
