@@ -26,6 +26,7 @@ from csa2_compiled.passes.inductor import (
     graphs_compiled,
     require_known_torch,
 )
+from csa2_compiled.whole_file import whole_file
 
 MAGIC = b"CSA2 compile cache "
 FORMAT = b"1\n"
@@ -70,7 +71,8 @@ def save_compile_cache(path: str | os.PathLike[str], device: torch.device | str 
         "libraries": [[name, len(content)] for name, content in libraries],
     }
     content = pack(header, payload)
-    _write_whole(Path(path), content)
+    with whole_file(Path(path)) as partial:
+        partial.write_bytes(content)
     return _contents(header, len(content))
 
 
@@ -95,7 +97,8 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheContents:
         target = cache_folder() / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(target, library)
+            with whole_file(target) as partial:
+                partial.write_bytes(library)
             target.chmod(0o755)
     return _contents(header, len(content))
 
@@ -191,15 +194,6 @@ def _load_artifacts(source: Path, artifacts: bytes) -> None:
 def _contents(header: Mapping[str, Any], file_bytes: int) -> CompileCacheContents:
     libraries = sum(name.endswith(".main.so") for name, _ in header["libraries"])
     return CompileCacheContents(dict(header["artifacts"]), libraries, file_bytes)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:

@@ -43,7 +43,7 @@ def shipped_model() -> Path:
     try:
         return demo_folder()
     except CheckpointError as error:
-        raise BadArgumentError("--model", f"{error}; give --model, or --config for random weights") from error
+        raise BadArgumentError("--model", f"{error}; --model names one") from error
 
 
 def read_model(path: Path, seq_len: int, device: str, length_argument: str) -> CSA2ForCausalLM:

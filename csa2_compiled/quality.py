@@ -85,13 +85,14 @@ def evaluate(
     counting = _Counting(chunk_size_for(model.cfg, batch_size, seq_len))
     blocks = {name: counting.run_block if name == "sparse" else reader(name) for name in attends}
     nats, count, num_bytes = dict.fromkeys(attends, 0.0), 0, 0
+    total = sum(map(len, data.train_windows))
     for batch in data.batches_of(data.train_windows, batch_size):
         on_device = batch.to(model.embed.weight.device)
         count += int((batch.targets != IGNORED).sum())
         for name, run_block in blocks.items():
             nats[name] += _nats(model, on_device, run_block)
         num_bytes += batch.num_bytes
-        on_batch(num_bytes, sum(map(len, data.train_windows)))
+        on_batch(num_bytes, total)
     layers = tuple(_layer_recall(layer, *counts) for layer, counts in counting.counts.items())
     return QualityReport(
         seq_len,

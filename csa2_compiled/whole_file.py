@@ -10,9 +10,10 @@ from pathlib import Path
 def whole_file(path: Path) -> Iterator[Path]:
     """The name of a file beside `path` to write to, which takes its place at the end of the block.
 
-    Where the block raises, an older file stays and what was written goes. Raises OSError.
+    Its name is this process's own, for others that write the same file. Where the block raises, an older file stays and
+    what was written goes. Raises OSError.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
         os.replace(partial, path)

@@ -163,19 +163,6 @@ def test_nothing_compiled_is_refused_and_keeps_an_older_file(tmp_path, monkeypat
     assert path.read_bytes() == b"older"
 
 
-def test_a_failed_write_leaves_the_older_file(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"older")
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space left"):
-        compile_cache._write_whole(path, b"newer")
-    assert files_in(tmp_path) == ["file.bin"]
-    assert path.read_bytes() == b"older"
-
-
 def test_instructions_are_those_that_compilers_use(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse4_2 avx2 avx512f amx_tile hypervisor ibrs fma\n")

@@ -116,3 +116,17 @@ def test_the_passes_choose_it_at_the_released_shapes(trains):
             out.sum().backward()
     counts = {report.name: dict(report.fired) for report in compiled.manager.totals()}
     assert counts["attend" if trains else "kv_gather"]["csa2::hopper_attention"] == 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("programs", [1, 3, 7])
+def test_few_programs_that_walk_over_many_items_give_the_same_bits(programs, turned):
+    from csa2_compiled.passes.kernels.hopper_attention import hopper_attention
+
+    given = inputs(128, 128, 512, torch.bfloat16, tokens=17, filled=0.3)
+    for expected, got in zip(
+        hopper_attention(*given, turned, turned),
+        hopper_attention(*given, turned, turned, programs=programs),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)

@@ -249,7 +249,7 @@ def test_an_installation_without_the_model_says_so(folder: Path, monkeypatch: py
     monkeypatch.setattr(model_files, "DEMO_FOLDER", folder)
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors: the small model .* is not installed"):
         load_demo_model()
-    with pytest.raises(generate_report.BadArgumentError, match="give --model, or --config"):
+    with pytest.raises(generate_report.BadArgumentError, match="--model names one"):
         generate_report.shipped_model()
     for command, *arguments in (("generate", "--prompt", "x"), ("masks", "--text", folder / "text")):
         result = invoke(command, *arguments)
