@@ -257,6 +257,7 @@ def measure_tilings(inputs: Inputs, repeats: int) -> list[Tiling]:
     first, share = i.tokens - count, i.tokens / count  # the last queries, whose slots are all filled
     weights = torch.zeros(count, heads, rows.shape[1], dtype=out.dtype, device=device)
     gradients = torch.zeros_like(weights)
+    rests = weights.new_zeros(count, heads, kernels.split_slots(i.recent, out.dtype))
     grad_q, mean = torch.empty_like(out), torch.empty_like(logsumexp)
     sums = torch.zeros(keys.shape, device=device)
     workspace = torch.zeros(count, rows.shape[1], dim, device=device)
@@ -264,9 +265,9 @@ def measure_tilings(inputs: Inputs, repeats: int) -> list[Tiling]:
 
     def run(kernel: str, tiles: Any) -> None:
         if kernel == FIRST:
-            kernels.run_grad_q(of_core, keys, rows, grad_q, mean, weights, gradients, first, count, tiles)
+            kernels.run_grad_q(of_core, keys, rows, grad_q, mean, weights, rests, gradients, first, count, tiles)
         elif kernel == SECOND:
-            kernels.run_grad_slots(of_core, rows, weights, gradients, workspace, first, count, tiles)
+            kernels.run_grad_slots(of_core, rows, weights, rests, gradients, workspace, first, count, tiles)
         elif kernel == THIRD:
             kernels.run_sum_slots(workspace, entries, bounds, sums, tiles)
         else:

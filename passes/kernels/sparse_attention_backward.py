@@ -13,8 +13,9 @@ sort of the chunk's indices, and are summed in ascending order of queries and sl
 Runs are bit for bit alike. The workspace of a chunk holds queries x slots x D float32 values and bounds the memory.
 
 Dots accumulate in float32; weights and logit gradients are rounded to q's dtype for the dots they go into, and so
-are the results at the end. float32 inputs are multiplied in full float32. Tiles behind a query's last filled slot are
-not visited.
+are the results at the end. A window's row is named by many queries in a row and its gradient is nearest to exact in
+eager code, so the weights of the window's slots keep a second part, what their rounding left, which goes into a dot of
+its own. float32 inputs are multiplied in full float32. Tiles behind a query's last filled slot are not visited.
 
 Needs: one dtype (float32, bfloat16, float16) for q, keys, the output and its gradient; up to 128 heads.
 """
@@ -143,7 +144,7 @@ def sparse_attention_backward(
         mean.zero_()
     else:
         inputs = (grad_out.contiguous(), q.contiguous(), out.contiguous(), logsumexp.contiguous())
-        _run_chunks(inputs, keys, rows, grad_q, mean, sums, tiles)
+        _run_chunks(inputs, keys, rows, grad_q, mean, sums, split_slots(window_indices, q.dtype), tiles)
     grad_sink = -(torch.exp(sink - logsumexp) * mean).sum((0, 1)).to(sink.dtype)
     num_window = window_kv.shape[1]
     by_batch = sums.view(batch, -1, dim)
@@ -178,21 +179,31 @@ def _run_chunks(
     grad_q: Tensor,
     mean: Tensor,
     sums: Tensor,
+    split: int,
     tiles: BackwardTiles,
 ) -> None:
-    """Fill grad_q [B, S, H, D] and mean [B, S, H], the means of probabilities' gradients; add to sums [rows, D]."""
+    """Fill grad_q [B, S, H, D] and mean [B, S, H], the means of probabilities' gradients; add to sums [rows, D].
+
+    split: the first slots, whose weights keep what their rounding left.
+    """
     heads, dim = grad_q.shape[2:]
     places, slots = rows.shape
     most = tiles.queries or max(1, _WORKSPACE_BYTES // (torch.float32.itemsize * slots * dim))
     queries = triton.cdiv(places, triton.cdiv(places, most))  # chunks of about one size
     weights = torch.empty(queries, heads, slots, dtype=grad_q.dtype, device=grad_q.device)
     gradients = torch.empty_like(weights)
+    rests = weights.new_empty(queries, heads, split)
     workspace = torch.empty(queries, slots, dim, dtype=torch.float32, device=grad_q.device)
     for first in range(0, places, queries):
         count = min(queries, places - first)
-        run_grad_q(inputs, keys, rows, grad_q, mean, weights, gradients, first, count, tiles)
-        run_grad_slots(inputs, rows, weights, gradients, workspace, first, count, tiles)
+        run_grad_q(inputs, keys, rows, grad_q, mean, weights, rests, gradients, first, count, tiles)
+        run_grad_slots(inputs, rows, weights, rests, gradients, workspace, first, count, tiles)
         run_sum_slots(workspace, *slots_by_row(rows[first : first + count], keys.shape[0]), sums, tiles)
+
+
+def split_slots(window_indices: Tensor, dtype: torch.dtype) -> int:
+    """How many of the first slots have weights of two parts: the window's, in whole tiles; none in float32."""
+    return 0 if dtype == torch.float32 else triton.cdiv(window_indices.shape[2], _SLOT_MULTIPLE) * _SLOT_MULTIPLE
 
 
 def run_grad_q(
@@ -202,6 +213,7 @@ def run_grad_q(
     grad_q: Tensor,
     mean: Tensor,
     weights: Tensor,
+    rests: Tensor,
     gradients: Tensor,
     first: int,
     count: int,
@@ -209,7 +221,8 @@ def run_grad_q(
 ) -> None:
     """The first kernel for `count` queries from `first` on.
 
-    inputs: grad_out, q, out and logsumexp, contiguous; weights, gradients: [at least count, H, slots], for the second.
+    inputs: grad_out, q, out and logsumexp, contiguous; weights, gradients: [at least count, H, slots], for the second;
+    rests: [at least count, H, some of the first slots], what rounding left of weights.
     """
     heads, dim = grad_q.shape[2:]
     slots = rows.shape[1]
@@ -220,6 +233,7 @@ def run_grad_q(
         grad_q,
         mean,
         weights,
+        rests,
         gradients,
         first,
         heads,
@@ -228,6 +242,7 @@ def run_grad_q(
         DIM=dim,
         PADDED_DIM=triton.next_power_of_2(dim),
         PADDED_SLOTS=triton.next_power_of_2(slots),
+        SPLIT_SLOTS=rests.shape[2],
         LOGITS_ONCE=tiles.logits_once,
         HEADS=tiles.heads,
         SLOTS=tiles.slots,
@@ -240,6 +255,7 @@ def run_grad_slots(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     rows: Tensor,
     weights: Tensor,
+    rests: Tensor,
     gradients: Tensor,
     workspace: Tensor,
     first: int,
@@ -255,6 +271,7 @@ def run_grad_slots(
         q,
         rows,
         weights,
+        rests,
         gradients,
         workspace,
         first,
@@ -263,6 +280,7 @@ def run_grad_slots(
         SCALE=dim**-0.5,
         DIM=dim,
         PADDED_SLOTS=triton.next_power_of_2(slots),
+        SPLIT_SLOTS=rests.shape[2],
         HEADS=max(16, triton.next_power_of_2(heads)),
         CHANNELS=tiles.row_channels,
         SLOTS=tiles.row_slots,
@@ -309,6 +327,7 @@ def grad_q_kernel(
     grad_q_ptr,
     mean_ptr,
     weights_ptr,
+    rests_ptr,
     gradients_ptr,
     first,
     num_heads,
@@ -317,6 +336,7 @@ def grad_q_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
     LOGITS_ONCE: tl.constexpr,
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -353,14 +373,18 @@ def grad_q_kernel(
         gradients = dot_float32(grad_out, tl.trans(kv), tl.zeros((HEADS, SLOTS), tl.float32)) - mean[:, None]
         logits = tl.where((row >= 0)[None, :], logits * (SCALE * _LOG2_E) - logsumexp[:, None], -float("inf"))
         weights, logit_gradients = tl.zeros((HEADS, SLOTS), dtype), tl.zeros((HEADS, SLOTS), dtype)
+        rests = tl.zeros((HEADS, SLOTS), dtype)
         if LOGITS_ONCE:
             # Always true: it hides from Triton that dots feed a dot (see the forward kernel). Triton cannot pipeline a
             # loop in which a dot's result is first used inside the branch, so the means are taken off before it.
             if tile < tiles:
-                weights, logit_gradients = _tile_gradients(logits, gradients, dtype)
+                weights, rests, logit_gradients = _tile_gradients(logits, gradients, dtype)
         else:
-            weights, logit_gradients = _tile_gradients(logits, gradients, dtype)
+            weights, rests, logit_gradients = _tile_gradients(logits, gradients, dtype)
         tl.store(weights_ptr + kept_offsets + slot[None, :], weights, mask=head_exists[:, None])
+        if SPLIT_SLOTS > 0:
+            pointers = rests_ptr + (query * num_heads + head)[:, None] * SPLIT_SLOTS + slot[None, :]
+            tl.store(pointers, rests, mask=head_exists[:, None] & (slot < SPLIT_SLOTS)[None, :])
         tl.store(gradients_ptr + kept_offsets + slot[None, :], logit_gradients, mask=head_exists[:, None])
         grad_q = dot_float32(logit_gradients, kv, grad_q)
     tl.store(grad_q_ptr + offsets, round_to(grad_q * SCALE, dtype), mask=exists)
@@ -368,9 +392,13 @@ def grad_q_kernel(
 
 @triton.jit
 def _tile_gradients(logits, gradients, dtype: tl.constexpr):
-    """A tile's weights and logit gradients in `dtype`; logits: in powers of two, less the logsumexp."""
+    """A tile's weights, what rounding left of them, and logit gradients, in `dtype`.
+
+    logits: in powers of two, less the logsumexp.
+    """
     weights = tl.exp2(logits)
-    return round_to(weights, dtype), round_to(weights * gradients, dtype)
+    rounded = round_to(weights, dtype)
+    return rounded, round_to(weights - rounded.to(tl.float32), dtype), round_to(weights * gradients, dtype)
 
 
 @triton.jit
@@ -379,6 +407,7 @@ def grad_slots_kernel(
     q_ptr,
     rows_ptr,
     weights_ptr,
+    rests_ptr,
     gradients_ptr,
     workspace_ptr,
     first,
@@ -387,6 +416,7 @@ def grad_slots_kernel(
     SCALE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -415,6 +445,9 @@ def grad_slots_kernel(
         weights = tl.load(weights_ptr + kept_offsets + slot[None, :], mask=kept, other=0.0)
         sums = dot_float32(tl.trans(gradients), q, tl.zeros((SLOTS, CHANNELS), tl.float32)) * SCALE
         sums = dot_float32(tl.trans(weights), grad_out, sums)
+        if tile * SLOTS < SPLIT_SLOTS:
+            pointers = rests_ptr + (query * num_heads + head)[:, None] * SPLIT_SLOTS + slot[None, :]
+            sums = dot_float32(tl.trans(tl.load(pointers, mask=kept, other=0.0)), grad_out, sums)
         pointers = workspace_ptr + slot.to(tl.int64)[:, None] * DIM + channel[None, :]
         tl.store(pointers, sums, mask=(row >= 0)[:, None] & (channel < DIM)[None, :])
 
