@@ -17,8 +17,12 @@ A buffer has two halves of channels: "near" that of its owner, "far" the other. 
     weights_ready(t)  consumer t: the tile's weights and maximum are in shared memory
     total_ready(t)    consumer t, after its last tile of an item: its part of the denominator is in shared memory. The
                       other reads it before it frees the far half of that tile, so that nobody gets two phases ahead
-    q_full            the producer's copies, and once more when the count of tiles is there
+    q_full            the producer's copies, and once more when the count of tiles, the angles and the turned channels
+                      of q are there
     q_free            both consumers, after their last logits of an item
+
+RoPE: the producer turns q's last channels in registers and stores them to shared memory, while it waits for room; with
+them go the angles, in turn to one of two places, with which consumer 1 turns the output's last channels in registers.
 
 Inductor of the known versions cannot write a Gluon kernel into its code, so a launch is one opaque op,
 `csa2::hopper_attention` (see `csa2_compiled.passes.kv_gather`).
@@ -64,6 +68,7 @@ _Q_FULL = gl.constexpr(10)
 _Q_FREE = gl.constexpr(11)
 _TOTAL_READY = gl.constexpr(12)
 _BARRIERS = gl.constexpr(14)
+_TURNED = gl.constexpr(64)  # channels of q that the producer turns at once
 
 _CONSUMER_REGISTERS = gl.constexpr(208)
 _PRODUCER_REGISTERS = gl.constexpr(88)
@@ -175,6 +180,7 @@ def hopper_attention_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [2 * _TILE], row_layout)
     stats = gl.allocate_shared_memory(gl.float32, [4 * _HEADS], row_layout)
     count = gl.allocate_shared_memory(gl.int32, [1], row_layout)
+    angles = gl.allocate_shared_memory(gl.float32, [2, max(ROTARY_DIM, 1)], row_layout)
     barriers = gl.allocate_shared_memory(gl.int64, [_BARRIERS, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
         mbarrier.init(barriers.index(_NEAR_FULL + buffer), count=_WARPGROUP_THREADS + 1)
@@ -190,9 +196,9 @@ def hopper_attention_kernel(
 
     rotation = (rotations_ptr, rotation_batch_stride, rotation_token_stride)
     problem = (items, tokens, num_heads)
-    memory = (kv, q, weights, slots, stats, count, barriers)
+    memory = (kv, q, weights, slots, stats, count, angles, barriers)
     results = (sink_ptr, out_ptr, logsumexp_ptr)
-    queries = (q_ptr, out_ptr, q_batch_stride, q_token_stride, q_head_stride)
+    queries = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
     window_source = (window_kv_ptr, window_indices_ptr, window, window_batch_stride, window_row_stride)
     window_index_strides = (window_index_batch_stride, window_index_token_stride)
     compressed_source = (compressed_kv_ptr, topk_indices_ptr, topk, compressed_batch_stride, compressed_row_stride)
@@ -253,10 +259,10 @@ def _producer(
     PADDED_WINDOW: gl.constexpr,
     PADDED_TOPK: gl.constexpr,
 ):
-    kv, q, _, slots, _, count, barriers = memory
-    items, _, num_heads = problem
+    kv, q, _, slots, _, count, angles, barriers = memory
+    items, _, _ = problem
     rotations_ptr, rotation_batch_stride, rotation_token_stride = rotation
-    q_ptr, out_ptr, q_batch_stride, q_token_stride, q_head_stride = queries
+    q_ptr, q_batch_stride, q_token_stride, q_head_stride = queries
     # 16 rows a warp; a warp copies half a row, 512 bytes, at a time
     row_layout: gl.constexpr = gl.BlockedLayout([16, 8], [1, 32], [_WARPGROUP, 1], [1, 0])
     slot_layout: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPGROUP], [0])
@@ -265,7 +271,7 @@ def _producer(
 
     first_uses, second_uses, q_uses = 0, 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        place, batch, token, first_head = _place_of(item, problem)
+        _, batch, token, first_head = _place_of(item, problem)
         window_kv_ptr, window_indices_ptr, window, window_batch_stride, window_row_stride = window_source
         window_index_batch_stride, window_index_token_stride = window_index_strides
         compressed_kv_ptr, topk_indices_ptr, topk, compressed_batch_stride, compressed_row_stride = compressed_source
@@ -278,6 +284,12 @@ def _producer(
 
         # The loads of the first indices and of all indices for their count are under way before the wait for room.
         index = gl.load(window_indices_ptr + slot, mask=slot < window, other=-1)
+        q_rows = q_ptr + batch * q_batch_stride + token * q_token_stride + first_head.to(gl.int64) * q_head_stride
+        if ROTARY_DIM > 0:
+            rotation_row = rotations_ptr + batch * rotation_batch_stride + token * rotation_token_stride
+            new_angles = gl.load(rotation_row + gl.arange(0, ROTARY_DIM, slot_layout))
+        if ROTATE_Q:
+            turned = _turned_queries(q_rows, q_head_stride, rotation_row, _zero(q_uses), 0, ROTARY_DIM)
         filled_window = _filled_slots(window_indices_ptr, window, PADDED_WINDOW, slot_layout)
         filled_topk = 0
         if HAS_COMPRESSED:
@@ -286,21 +298,31 @@ def _producer(
         tiles = window_tiles + (filled_topk + _TILE - 1) // _TILE
 
         mbarrier.wait(barriers.index(_Q_FREE), (q_uses & 1) ^ 1)
-        q_rows = q_ptr + batch * q_batch_stride + token * q_token_stride + first_head.to(gl.int64) * q_head_stride
-        head = gl.arange(0, _HEADS, gl.SliceLayout(1, row_layout))
+        if ROTARY_DIM > 0:
+            angles.index(q_uses & 1).store(new_angles)
+        q_room = q.index(_zero(q_uses))
+        head = gl.arange(0, _HEADS, gl.SliceLayout(1, row_layout)) + _zero(q_uses)
         q_row = head.to(gl.int64) * q_head_stride
-        out_rows = out_ptr + (place.to(gl.int64) * num_heads + first_head) * _DIM
         if ROTATE_Q:
-            # Turned channels wait in the output's rows, which a consumer fills last.
-            rotation_row = rotations_ptr + batch * rotation_batch_stride + token * rotation_token_stride
-            _rotate_tail(q_rows, q_head_stride, out_rows, rotation_row, ROTARY_DIM, False)
-        for half in gl.static_range(2):
-            q_pointers = q_rows + q_row[:, None] + (half * _HALF + channel)[None, :]
-            if ROTATE_Q and half == 1:
-                out_pointers = out_rows + (head * _DIM)[:, None] + (half * _HALF + channel)[None, :]
-                q_pointers = gl.where((channel < _HALF - ROTARY_DIM)[None, :], q_pointers, out_pointers)
-            async_copy.async_copy_global_to_shared(q.index(_zero(q_uses)).slice(half * _HALF, _HALF, 1), q_pointers)
-        async_copy.mbarrier_arrive(barriers.index(_Q_FULL), increment_count=False)
+            plain: gl.constexpr = _DIM - max(ROTARY_DIM, _TURNED)  # channels that are copied
+            q_room.slice(plain, _TURNED, 1).store(turned)
+            async_copy.async_copy_global_to_shared(
+                q_room.slice(0, _HALF, 1), q_rows + q_row[:, None] + channel[None, :]
+            )
+            if plain - _HALF >= 128:
+                _copy_queries(q_room, q_rows, q_head_stride, _zero(q_uses), _HALF, 128)
+            if plain - _HALF == 192:
+                _copy_queries(q_room, q_rows, q_head_stride, _zero(q_uses), _HALF + 128, 64)
+            async_copy.mbarrier_arrive(barriers.index(_Q_FULL), increment_count=False)
+            for chunk in gl.static_range(1, (_DIM - plain) // _TURNED):
+                turned = _turned_queries(q_rows, q_head_stride, rotation_row, _zero(q_uses), chunk, ROTARY_DIM)
+                q_room.slice(plain + chunk * _TURNED, _TURNED, 1).store(turned)
+            fence_async_shared()
+        else:
+            for half in gl.static_range(2):
+                q_pointers = q_rows + q_row[:, None] + (half * _HALF + channel)[None, :]
+                async_copy.async_copy_global_to_shared(q_room.slice(half * _HALF, _HALF, 1), q_pointers)
+            async_copy.mbarrier_arrive(barriers.index(_Q_FULL), increment_count=False)
         count.store(gl.full([1], 0, gl.int32, slot_layout) + tiles)
         gl.thread_barrier()
         mbarrier.arrive(barriers.index(_Q_FULL), count=1)
@@ -331,6 +353,33 @@ def _producer(
                     row_stride = gl.where(in_window, window_row_stride, compressed_row_stride)
                 _gather_tile(kv, slots, barriers, kv_ptr, row_stride, second_index, second_uses, 1, row_layout)
                 second_uses += 1
+
+
+@gluon.jit
+def _copy_queries(q_room, q_rows, q_head_stride, zero, FIRST: gl.constexpr, CHANNELS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHANNELS, CHANNELS // 8], [_WARPGROUP, 1], [1, 0])
+    head = (gl.arange(0, _HEADS, gl.SliceLayout(1, layout)) + zero).to(gl.int64)
+    channel = FIRST + gl.arange(0, CHANNELS, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(
+        q_room.slice(FIRST, CHANNELS, 1), q_rows + (head * q_head_stride)[:, None] + channel[None, :]
+    )
+
+
+@gluon.jit
+def _turned_queries(q_rows, q_head_stride, rotation_row, zero, chunk: gl.constexpr, ROTARY_DIM: gl.constexpr):
+    """Channels of q, in chunks of _TURNED that end with the last one, with RoPE."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPGROUP, 1], [1, 0])
+    head = (gl.arange(0, _HEADS, gl.SliceLayout(1, layout)) + zero).to(gl.int64)
+    channel = gl.arange(0, _TURNED, gl.SliceLayout(0, layout))
+    first: gl.constexpr = _DIM - max(ROTARY_DIM, _TURNED) + chunk * _TURNED
+    queries = gl.load(q_rows + (head * q_head_stride)[:, None] + (first + channel)[None, :])
+    angle = first + channel - (_DIM - ROTARY_DIM)
+    if ROTARY_DIM >= _TURNED:
+        turned = _turn(queries, gl.load(rotation_row + angle), False)
+    else:
+        turned = _turn(queries, gl.load(rotation_row + angle, mask=angle >= 0, other=0.0), False)
+        turned = gl.where((angle >= 0)[None, :], turned, queries)
+    return turned
 
 
 @gluon.jit
@@ -406,7 +455,7 @@ def _consumer(
     ROTARY_DIM: gl.constexpr,
     ROTATE_OUTPUT: gl.constexpr,
 ):
-    kv, q, weights, slots, stats, count, barriers = memory
+    kv, q, weights, slots, stats, count, angles, barriers = memory
     items, _, num_heads = problem
     sink_ptr, out_ptr, logsumexp_ptr = results
     logit_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
@@ -421,7 +470,7 @@ def _consumer(
     head_layout: gl.constexpr = gl.SliceLayout(1, logit_layout)
     own_uses, other_uses, other_totals, q_uses = 0, 0, 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        place, batch, token, first_head = _place_of(item, problem)
+        place, _batch, _token, first_head = _place_of(item, problem)
         head = first_head + gl.arange(0, _HEADS, head_layout)
         # In powers of two, and finite, also where a sink of -inf should leave no trace.
         top = gl.maximum(gl.load(sink_ptr + head) * _LOG2_E, -1e30)
@@ -466,12 +515,10 @@ def _consumer(
         if T == 0:
             gl.store(logsumexp_ptr + rows + head, (top + gl.log2(total)) * _LN_2)
         values = values * gl.convert_layout(1.0 / total, gl.SliceLayout(1, value_layout))[:, None]
-        _store_values(out_ptr + (rows + first_head) * _DIM + T * _HALF, values, store_layout)
         if ROTATE_OUTPUT and T == 1:
-            rotations_ptr, rotation_batch_stride, rotation_token_stride = rotation
-            rotation_row = rotations_ptr + batch * rotation_batch_stride + token * rotation_token_stride
-            out_rows = out_ptr + (rows + first_head) * _DIM
-            _rotate_tail(out_rows, _DIM, out_rows, rotation_row, ROTARY_DIM, True)
+            turns = angles.index((q_uses + 1) & 1)  # of this item: q_uses is one ahead
+            values = _turn_tail_back(values.to(out_ptr.dtype.element_ty), turns, ROTARY_DIM)
+        _store_values(out_ptr + (rows + first_head) * _DIM + T * _HALF, values, store_layout)
 
 
 @gluon.jit
@@ -571,26 +618,33 @@ def _store_values(out_rows, values, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rotate_tail(from_ptr, from_stride, to_ptr, rotation_row, ROTARY_DIM: gl.constexpr, INVERSE: gl.constexpr):
-    """RoPE of the last channels of _HEADS rows, memory to memory, visible to all threads of the partition after."""
-    dtype: gl.constexpr = to_ptr.dtype.element_ty
-    WARPS: gl.constexpr = gl.num_warps()
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
-    CHUNK: gl.constexpr = 8  # few registers
-    gl.thread_barrier()  # the rows may have been written just now
-    channel = gl.arange(0, ROTARY_DIM, gl.SliceLayout(0, layout))
-    at = (_DIM - ROTARY_DIM) + channel[None, :]
-    for first in range(0, _HEADS, CHUNK):
-        head = first + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        tail = gl.load(from_ptr + (head.to(gl.int64) * from_stride)[:, None] + at).to(gl.float32)
-        angles = gl.load(rotation_row + channel[None, :] + (head * 0)[:, None])
-        real, imaginary = gl.split(gl.reshape(tail, [CHUNK, ROTARY_DIM // 2, 2]))
-        cosine, sine = gl.split(gl.reshape(angles, [CHUNK, ROTARY_DIM // 2, 2]))
-        if INVERSE:
-            sine = sine * -1.0
-        turned_real = gl.fma(real, cosine, (imaginary * sine) * -1.0)
-        turned_imaginary = gl.fma(real, sine, imaginary * cosine)
-        turned = gl.reshape(gl.join(turned_real, turned_imaginary), [CHUNK, ROTARY_DIM])
-        turned = gl.convert_layout(turned, layout)
-        gl.store(to_ptr + (head * _DIM)[:, None] + at, turned.to(dtype))
-    gl.thread_barrier()
+def _turn_tail_back(values, turns, ROTARY_DIM: gl.constexpr):
+    """The last ROTARY_DIM channels turned back by angles from shared memory; all stay in their registers."""
+    rows: gl.constexpr = values.shape[0]
+    channels: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = values.type.layout
+    if channels == ROTARY_DIM:
+        result = _turn(values, turns.load(gl.SliceLayout(0, layout)), True)
+    else:
+        first, last = gl.split(gl.permute(gl.reshape(values, [rows, 2, channels // 2]), (0, 2, 1)))
+        last = _turn_tail_back(last, turns, ROTARY_DIM)
+        result = gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), [rows, channels])
+    return gl.convert_layout(result, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _turn(values, angles, INVERSE: gl.constexpr):
+    """RoPE of rows by the cosines and sines of one token, interleaved as the channels of a pair are."""
+    rows: gl.constexpr = values.shape[0]
+    channels: gl.constexpr = values.shape[1]
+    real, imaginary = gl.split(gl.reshape(values.to(gl.float32), [rows, channels // 2, 2]))
+    cosine, sine = gl.split(gl.reshape(angles, [channels // 2, 2]))
+    pair_layout: gl.constexpr = gl.SliceLayout(0, real.type.layout)
+    cosine = gl.convert_layout(cosine, pair_layout, assert_trivial=True)[None, :]
+    sine = gl.convert_layout(sine, pair_layout, assert_trivial=True)[None, :]
+    if INVERSE:
+        sine = sine * -1.0
+    turned_real = gl.fma(real, cosine, (imaginary * sine) * -1.0)
+    turned_imaginary = gl.fma(real, sine, imaginary * cosine)
+    turned = gl.reshape(gl.join(turned_real, turned_imaginary), [rows, channels])
+    return gl.convert_layout(turned.to(values.dtype), values.type.layout, assert_trivial=True)
