@@ -6,7 +6,8 @@
 
 A step is one token a row after a full cache. *eager* launches every operation; *compiled* replays a CUDA graph of
 the compiled layer; the *floor* is the bytes that a step must read, the layer's weights and the cache rows that it
-looks at, over the memory's copy speed. The stack is all attention layers of the config, with residual additions.
+looks at, over the memory's copy speed. As in the model, where the tokens stand is laid out once a step, before the
+layers. The stack is all attention layers of the config, with residual additions.
 """
 
 import os
@@ -35,10 +36,11 @@ from timing import (
 )
 from torch import Tensor, nn
 
-from csa2_compiled import CSA2Attention, CSA2Cache, CSA2Config, CSA2State, LayerRole, compile_model
+from csa2_compiled import CSA2Attention, CSA2Cache, CSA2Config, CSA2Output, CSA2State, LayerRole, compile_model
 from csa2_compiled.compiled import CompiledModel
 from csa2_compiled.decode import capture
 from csa2_compiled.rows import buffers
+from csa2_compiled.tokens import lay_out_tokens
 
 COPY_BYTES_PER_SECOND = 4.3e12  # one H200
 STACK = "stack"
@@ -111,12 +113,13 @@ def bytes_read(layer: CSA2Attention, cache: CSA2Cache) -> int:
     return weights + batch * element * (rows * cfg.head_dim + index_rows * cfg.index_head_dim)
 
 
-def run_layers(
-    run: Callable[..., Any], layers: list[CSA2Attention], x: Tensor, cache: CSA2Cache, state: CSA2State
+def run_stack(
+    run: Callable[..., CSA2Output], layers: list[CSA2Attention], x: Tensor, cache: CSA2Cache, state: CSA2State
 ) -> Tensor:
-    """One step of the stack; run(layer, x, state, cache=cache) runs a layer."""
+    """One step of the stack; run(layer, x, state, cache=..., tokens=...) runs a layer."""
+    tokens = lay_out_tokens(1, x.device, past=cache.lengths)
     for layer in layers:
-        output = run(layer, x, state, cache=cache)
+        output = run(layer, x, state, cache=cache.layers[layer.layer_idx], tokens=tokens)
         x, state = x + output.hidden_states, output.state
     return x
 
@@ -132,11 +135,17 @@ def measure(
 ) -> Row:
     x = torch.randn(cache.batch_size, 1, cache.cfg.hidden_size, dtype=cache.dtype, device=cache.device)
     state, timed = CSA2State(), layers
-    if row != STACK:
+    if row == STACK:
+        arguments: tuple[Any, ...] = (layers, x, cache, state)
+        step: Callable[[], Any] = partial(run_stack, compiled.run_block, *arguments)
+        eager: Callable[[], Any] = partial(run_stack, CSA2Attention.__call__, *arguments)
+    else:
+        tokens, timed = lay_out_tokens(1, x.device, past=cache.lengths), layers[-1:]
         for layer in layers[:-1]:
-            state = compiled.run_block(layer, x, state, cache=cache).state
-        timed = layers[-1:]
-    step: Callable[[], Any] = partial(run_layers, compiled.run_block, timed, x, cache, state)
+            state = compiled.run_block(layer, x, state, cache=cache.layers[layer.layer_idx], tokens=tokens).state
+        of_layer = {"cache": cache.layers[layers[-1].layer_idx], "tokens": tokens}
+        step = partial(compiled.run_block, layers[-1], x, state, **of_layer)
+        eager = partial(layers[-1], x, state, **of_layer)
     step()
     read = sum(bytes_read(layer, cache) for layer in timed)
     result = Row(row, cache.batch_size, cache.max_seq_len, None, 0.0, read / COPY_BYTES_PER_SECOND * 1e3, read)
@@ -145,7 +154,6 @@ def measure(
     if cache.device.type == "cuda":
         step = capture(step, cache.device).replay
     result.compiled_ms = medians({"compiled": step}, cache.device, repeats, calls=_STEPS)["compiled"]
-    eager = partial(run_layers, lambda layer, *inputs, **options: layer(*inputs, **options), timed, x, cache, state)
     try:
         result.eager_ms = medians({"eager": eager}, cache.device, 5 if row != STACK else 2, warmup=1)["eager"]
     except torch.cuda.OutOfMemoryError:
@@ -181,8 +189,6 @@ def main(
     title = f"one decoding step, {shapes}"
     lengths, sizes = [int(c) for c in contexts.split()], [int(b) for b in batches.split()]
     for context, name, batch in product(lengths, rows.split(","), sizes):
-        if name == STACK and batch != sizes[0] and context != lengths[0]:
-            continue  # its graphs take long to load: all batches at the first context, the first one at all
         of_row = cfg if name == STACK else config_of(name, cfg, context)
         torch.compiler.reset()
         layers = make_layers(of_row, dtype, place)
