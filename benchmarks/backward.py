@@ -261,7 +261,7 @@ def measure_tilings(inputs: Inputs, repeats: int) -> list[Tiling]:
     grad_q, mean = torch.empty_like(out), torch.empty_like(logsumexp)
     sums = torch.zeros(keys.shape, device=device)
     workspace = torch.zeros(count, rows.shape[1], dim, device=device)
-    entries, bounds = kernels.slots_by_row(rows[first:], keys.shape[0])
+    entries, bounds = kernels.slots_by_row(rows[first:], keys.shape[0], count)
 
     def run(kernel: str, tiles: Any) -> None:
         if kernel == FIRST:
@@ -269,7 +269,7 @@ def measure_tilings(inputs: Inputs, repeats: int) -> list[Tiling]:
         elif kernel == SECOND:
             kernels.run_grad_slots(of_core, rows, weights, rests, gradients, workspace, first, count, tiles)
         elif kernel == THIRD:
-            kernels.run_sum_slots(workspace, entries, bounds, sums, tiles)
+            kernels.run_sum_slots(workspace, entries, bounds[0], 0, sums, tiles)
         else:
             kernels.sparse_attention_backward(of_core[0], out, logsumexp, i.q, i.sink, *sources, tiles=tiles)
 
@@ -285,10 +285,10 @@ def measure_tilings(inputs: Inputs, repeats: int) -> list[Tiling]:
             calls[f"{kernel}: {name}"] = call
     sort = f"{SORT}: torch.sort"
     tilings[SORT, "torch.sort"] = Tiling(SORT, "torch.sort")
-    calls[sort] = partial(kernels.slots_by_row, rows[first:], keys.shape[0])
+    calls[sort] = partial(kernels.slots_by_row, rows, keys.shape[0], count)
     for name, ms in medians(calls, device, repeats, ahead=True).items():
         kernel, _, description = name.partition(": ")
-        tilings[kernel, description].ms = ms if kernel == WHOLE else ms * share
+        tilings[kernel, description].ms = ms if kernel in (WHOLE, SORT) else ms * share
     return list(tilings.values())
 
 

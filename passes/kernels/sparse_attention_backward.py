@@ -9,7 +9,7 @@ Queries go in chunks, each through three kernels:
 3. one program a row of keys and a block of channels: the sum of the row's slots in the workspace.
 
 So every product is computed once (five in all), and nothing is added atomically: a row's slots are found by a stable
-sort of the chunk's indices, and are summed in ascending order of queries and slots, in float32, chunk after chunk.
+sort of the indices, and are summed in ascending order of queries and slots, in float32, chunk after chunk.
 Runs are bit for bit alike. The workspace of a chunk holds queries x slots x D float32 values and bounds the memory.
 
 Dots accumulate in float32; weights and logit gradients are rounded to q's dtype for the dots they go into, and so
@@ -193,12 +193,13 @@ def _run_chunks(
     weights = torch.empty(queries, heads, slots, dtype=grad_q.dtype, device=grad_q.device)
     gradients = torch.empty_like(weights)
     rests = weights.new_empty(queries, heads, split)
+    entries, bounds = slots_by_row(rows, keys.shape[0], queries)
     workspace = torch.empty(queries, slots, dim, dtype=torch.float32, device=grad_q.device)
-    for first in range(0, places, queries):
+    for chunk, first in enumerate(range(0, places, queries)):
         count = min(queries, places - first)
         run_grad_q(inputs, keys, rows, grad_q, mean, weights, rests, gradients, first, count, tiles)
         run_grad_slots(inputs, rows, weights, rests, gradients, workspace, first, count, tiles)
-        run_sum_slots(workspace, *slots_by_row(rows[first : first + count], keys.shape[0]), sums, tiles)
+        run_sum_slots(workspace, entries, bounds[chunk], first, sums, tiles)
 
 
 def split_slots(window_indices: Tensor, dtype: torch.dtype) -> int:
@@ -289,14 +290,17 @@ def run_grad_slots(
     )
 
 
-def run_sum_slots(workspace: Tensor, entries: Tensor, bounds: Tensor, sums: Tensor, tiles: BackwardTiles) -> None:
-    """The third kernel; entries and bounds: from `slots_by_row`."""
+def run_sum_slots(
+    workspace: Tensor, entries: Tensor, bounds: Tensor, first: int, sums: Tensor, tiles: BackwardTiles
+) -> None:
+    """The third kernel, for the chunk from query `first` on; entries and the chunk's bounds: from `slots_by_row`."""
     num_rows, dim = sums.shape
     traceable(sum_slots_kernel)[(num_rows, triton.cdiv(dim, tiles.sum_channels))](
         workspace,
         entries,
         bounds,
         sums,
+        first * workspace.shape[1],
         DIM=dim,
         CHANNELS=tiles.sum_channels,
         ENTRIES=tiles.sum_entries,
@@ -304,16 +308,21 @@ def run_sum_slots(workspace: Tensor, entries: Tensor, bounds: Tensor, sums: Tens
     )
 
 
-def slots_by_row(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where each row is named: ascending numbers of the elements of `rows` [queries, slots], row after row, int64.
+def slots_by_row(rows: Tensor, num_rows: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Where each row is named: numbers of the elements of `rows` [places, slots], by chunk, row and number, int64.
 
-    Those of row n stand at bounds[n] to bounds[n + 1], int64 [num_rows + 1].
+    A chunk has so many queries. Those of row n in chunk c stand at bounds[c, n] to bounds[c, n + 1], int64
+    [chunks, num_rows + 1]. One sort serves all chunks: it costs little more than that of one.
     """
-    named = torch.where(rows >= 0, rows, num_rows).flatten()
-    if num_rows <= torch.iinfo(torch.int16).max:
-        named = named.to(torch.int16)  # half the digits to sort by
-    ordered, entries = torch.sort(named, stable=True)
-    return entries, torch.searchsorted(ordered, torch.arange(num_rows + 1, dtype=named.dtype, device=rows.device))
+    places, chunks = rows.shape[0], triton.cdiv(rows.shape[0], queries)
+    first_keys = torch.arange(places, dtype=torch.int32, device=rows.device) // queries * (num_rows + 1)
+    named = torch.where(rows >= 0, rows, num_rows) + first_keys.unsqueeze(1)
+    keys = torch.arange(chunks * (num_rows + 1), dtype=torch.int32, device=rows.device)
+    if keys.numel() <= 1 << 16:
+        least = torch.iinfo(torch.int16).min
+        named, keys = (named + least).to(torch.int16), (keys + least).to(torch.int16)  # half the digits to sort by
+    ordered, entries = torch.sort(named.flatten(), stable=True)
+    return entries, torch.searchsorted(ordered, keys).view(chunks, num_rows + 1)
 
 
 @triton.jit
@@ -458,6 +467,7 @@ def sum_slots_kernel(
     entries_ptr,
     bounds_ptr,
     sums_ptr,
+    first_entry,
     DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -469,7 +479,7 @@ def sum_slots_kernel(
     total = tl.load(sums_ptr + row * DIM + channel, mask=channel < DIM, other=0.0)
     for start in range(first, last, ENTRIES):
         number = start + tl.arange(0, ENTRIES)
-        entry = tl.load(entries_ptr + number, mask=number < last, other=0)
+        entry = tl.load(entries_ptr + number, mask=number < last, other=first_entry) - first_entry
         exists = (number < last)[:, None] & (channel < DIM)[None, :]
         values = tl.load(workspace_ptr + entry[:, None] * DIM + channel[None, :], mask=exists, other=0.0)
         total += tl.sum(values, axis=0)

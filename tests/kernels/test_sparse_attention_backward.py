@@ -208,10 +208,21 @@ def test_kernels_compute_what_the_bodies_do(dtype: torch.dtype, splits: int, dev
 
 
 def test_slots_by_row(device: torch.device):
-    rows = torch.tensor([[3, -1, 0], [0, 3, -1], [2, 0, 2]], dtype=torch.int32, device=device)
-    entries, bounds = slots_by_row(rows, 5)
-    lists = [entries[a:b].tolist() for a, b in itertools.pairwise(bounds.tolist())]
-    assert lists == [[2, 3, 7], [], [6, 8], [0, 4], []]
+    rows = torch.tensor([[4, -1, 2], [2, 0, 4], [2, 2, -1]], dtype=torch.int32, device=device)
+    entries, bounds = slots_by_row(rows, 5, queries=2)
+    found = [[entries[a:b].tolist() for a, b in itertools.pairwise(chunk)] for chunk in bounds.tolist()]
+    assert found == [[[4], [], [2, 3], [], [0, 5]], [[], [], [6, 7], [], []]]
+
+
+def test_slots_of_many_rows_by_row(device: torch.device):
+    torch.manual_seed(0)
+    rows = torch.randint(-1, 40_000, (6, 50), dtype=torch.int32, device=device)
+    entries, bounds = slots_by_row(rows, 40_000, queries=4)
+    flat = rows.flatten().tolist()
+    for chunk, (first, last) in enumerate([(0, 200), (200, 300)]):
+        for row in {0, 39_999, *flat} - {-1}:
+            found = entries[bounds[chunk, row] : bounds[chunk, row + 1]].tolist()
+            assert found == [n for n in range(first, last) if flat[n] == row]
 
 
 @pytest.mark.parametrize("shared_kilobytes", [227, 163, 99])
