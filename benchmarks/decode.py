@@ -7,7 +7,8 @@
 A step is one token a row after a full cache. *eager* launches every operation; *compiled* replays a CUDA graph of
 the compiled layer; the *floor* is the bytes that a step must read, the layer's weights and the cache rows that it
 looks at, over the memory's copy speed. As in the model, where the tokens stand is laid out once a step, before the
-layers. The stack is all attention layers of the config, with residual additions.
+layers. The stack is all attention layers of the config, with residual additions. Inductor joins small kernels that do
+not depend on each other (`combo_kernels`).
 """
 
 import os
@@ -170,6 +171,7 @@ def main(
     ),
     repeats: Annotated[int, typer.Option(help="timed runs of each")] = 30,
     output: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
+    combo_kernels: Annotated[bool, typer.Option(help="on cuda: join small independent kernels into one")] = True,
     compile_ahead: Annotated[bool, typer.Option(help="on cuda: fill the compilers' caches in parallel first")] = True,
     warm_only: Annotated[bool, typer.Option(help="compile into the caches and time nothing")] = False,
     show: Annotated[Path | None, typer.Option(help="print the table of an earlier run's JSON, run nothing")] = None,
@@ -183,7 +185,7 @@ def main(
     on_gpu = place.type == "cuda"
     cfg, dtype, shapes = shapes_for(place)
     if on_gpu and compile_ahead and not warm_only:
-        compile_in_parallel(rows, batches, contexts)
+        compile_in_parallel(rows, batches, contexts, combo_kernels)
     results: list[Row] = []
     path = output or results_path(place, "decode")
     title = f"one decoding step, {shapes}"
@@ -193,7 +195,7 @@ def main(
         torch.compiler.reset()
         layers = make_layers(of_row, dtype, place)
         cache = full_cache(of_row, batch, context, dtype, place)
-        compiled = compile_model(layers[-1], dynamic=False)
+        compiled = compile_model(layers[-1], dynamic=False, options={"combo_kernels": combo_kernels})
         results.append(measure(name, compiled, layers, cache, repeats, warm_only))
         del layers, cache, compiled
         if not warm_only:
@@ -205,12 +207,12 @@ def main(
         print(f"written to {path}")
 
 
-def compile_in_parallel(rows: str, batches: str, contexts: str) -> None:
+def compile_in_parallel(rows: str, batches: str, contexts: str, combo_kernels: bool = True) -> None:
     """Fill the compilers' caches, so that the timed process compiles little.
 
     A process for each layer and batch; the largest caches, of which few fit at once, come one after the other in one.
     """
-    command = [sys.executable, __file__, "--warm-only"]
+    command = [sys.executable, __file__, "--warm-only", f"--{'' if combo_kernels else 'no-'}combo-kernels"]
     layers = [name for name in rows.split(",") if name != STACK]
     jobs: list[tuple[str, str, str]] = []  # rows, batches, contexts
     for batch in batches.split():

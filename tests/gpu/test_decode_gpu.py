@@ -36,7 +36,10 @@ def filled_cache(model, ids, **options):
     return cache
 
 
-def test_replayed_steps_equal_one_prefill(model, compiled, ids):
+@pytest.mark.parametrize("combo_kernels", [False, True])
+def test_replayed_steps_equal_one_prefill(model, compiled, ids, combo_kernels):
+    if combo_kernels:
+        compiled = compile_model(model, regional=True, dynamic=False, options={"combo_kernels": True})
     with torch.no_grad():
         expected = model(ids)[:, PROMPT:]
     step = DecodeStep(compiled, filled_cache(model, ids))
