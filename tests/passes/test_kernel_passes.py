@@ -34,6 +34,7 @@ from csa2_compiled.passes import (
     RopeQuant,
     SelectTopk,
     attend,
+    gemv,
     kv_gather,
 )
 from csa2_compiled.passes.inductor import without_autograd_cache
@@ -235,7 +236,7 @@ def only_call(graph: fx.Graph, target: Any) -> fx.Node:
         (lambda x, w: x.t() @ w.t(), ((64, 1), (32, 64)), torch.bfloat16, None),
         (lambda x: x @ x, ((3, 3),), torch.bfloat16, MANY_ROWS),
         (lambda x, w: torch.bmm(x, w.mT), ((4, 1, 64), (4, 32, 64)), torch.bfloat16, None),
-        (lambda x, w: torch.bmm(x, w.mT), ((4, 3, 64), (4, 32, 64)), torch.bfloat16, MANY_ROWS),
+        (lambda x, w: torch.bmm(x, w.mT), ((4, 65, 64), (4, 32, 64)), torch.bfloat16, MANY_ROWS),
     ],
 )
 def test_what_gemv_serves(
@@ -253,17 +254,13 @@ def pooled_projection(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "reason"),
-    [
-        (2, torch.bfloat16, None),
-        (64, torch.bfloat16, None),
-        (65, torch.bfloat16, MANY_ROWS),
-        (2, torch.float16, MANY_ROWS),
-    ],
-)
-def test_gemv_serves_a_few_rows_of_a_float32_weight(rows: int, dtype: torch.dtype, reason: str | None) -> None:
+    ("rows", "dtype", "served"),
+    [(1, torch.bfloat16, False), (2, torch.bfloat16, True), (64, torch.bfloat16, True), (65, torch.bfloat16, False),
+     (2, torch.float16, False)],
+)  # fmt: skip
+def test_gemv_serves_a_few_rows_of_a_float32_weight(rows: int, dtype: torch.dtype, served: bool) -> None:
     graph = trace_on_cuda(pooled_projection, (rows, 1, 32), (8, 32), dtype=dtype)
-    assert Gemv().why_not(only_call(graph, aten.mm.default)) == reason
+    assert (gemv._few_rows(only_call(graph, aten.mm.default)) is not None) is served
 
 
 @pytest.mark.parametrize(
@@ -375,6 +372,18 @@ def test_attend_leaves_unknown_sizes() -> None:
     graph = trace(training_step, *training_inputs(2), mode="symbolic").graph
     found = [attend.why_not_sizes(only_call(graph, target)) for target in Attend.targets]
     assert found == ["a size is not known while compiling"] * 2
+
+
+def test_gemv_launches_for_a_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_triton()
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    monkeypatch.setattr(gemv, "shared_memory_per_block", lambda device: 227 << 10)
+    graph = trace_on_cuda(lambda x, a, b: (x @ a.t(), x @ b.t()), (3, 128), (40, 128), (8, 128))
+    assert dict(Gemv().run(graph).fired) == {"aten::mm": 2}
+    graph.lint()
+    assert targets(graph).count(triton_kernel_wrapper_mutation) == 1 + 1  # the products, the sums of shares
+    assert [(shape(r), example_of(r).is_contiguous()) for r in output_of(graph)] == [([3, 40], True), ([3, 8], True)]
 
 
 @pytest.mark.parametrize("sources", [1, 2])
