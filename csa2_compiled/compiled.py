@@ -33,6 +33,7 @@ from csa2_compiled.passes.inductor import (
     keep_kernel_launches,
     register_own_buffer_lowering,
     require_known_torch,
+    use_ptxas_of_torch,
 )
 from csa2_compiled.rope import apply_rope_real_body
 from csa2_compiled.state import CSA2Output
@@ -170,6 +171,7 @@ def make_manager(passes: str | Iterable[str] = "all") -> PassManager:
     require_known_torch()
     register_own_buffer_lowering()
     keep_kernel_launches()
+    use_ptxas_of_torch()
     return PassManager([_make_pass(name) for name in resolve_passes(passes)], _source_files())
 
 

@@ -5,6 +5,7 @@ compiled, not when the package is imported, because eager use needs nothing of t
 """
 
 import ast
+import os
 import threading
 import time
 from collections import Counter
@@ -114,6 +115,29 @@ def keep_kernel_launches() -> None:
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     fx.node.has_side_effect(triton_kernel_wrapper_mutation)
+
+
+def use_ptxas_of_torch() -> None:
+    """Have Triton call the ptxas that comes with torch, as Inductor does once it compiles a kernel in this process.
+
+    The version is part of the keys of Triton's cache, and asked once a process. Without this, a process that takes all
+    its graphs from a cache looks for kernels of our own under other keys than the process that compiled the graphs.
+    A path in TRITON_PTXAS_PATH stays.
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
+
+
+def use_triton_cache_of_inductor(device: torch.device) -> None:
+    """Have Triton keep kernels where Inductor keeps those of this CUDA device, unless TRITON_CACHE_DIR is set.
+
+    Inductor sets it so once it compiles a kernel in this process, which it does not where all graphs come from a cache.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    if "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = triton_cache_dir(device.index)
 
 
 def register_own_buffer_lowering() -> None:

@@ -27,7 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from csa2_compiled.passes.inductor import shared_memory_per_block, why_no_gluon_for_hopper
+from csa2_compiled.passes.inductor import (
+    shared_memory_per_block,
+    use_triton_cache_of_inductor,
+    why_no_gluon_for_hopper,
+)
 from csa2_compiled.passes.manager import CompilerPass, PassReport
 from csa2_compiled.passes.rewrite import (
     FLOAT_DTYPES,
@@ -60,6 +64,7 @@ def hopper_attention(
     """See `csa2_compiled.passes.kernels.hopper_attention.hopper_attention`."""
     from csa2_compiled.passes.kernels import hopper_attention as kernel
 
+    use_triton_cache_of_inductor(q.device)
     sources = (window_kv, window_indices, compressed_kv, topk_indices)
     return kernel.hopper_attention(q, sink, *sources, rotations, rotate_q, rotate_output)
 

@@ -1,17 +1,25 @@
 """compile_model: one graph for the model or one a kind of block, pass counts, caches."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime import compile_tasks
 
 from csa2_compiled import CSA2Attention, CSA2Config, CSA2ForCausalLM, compile_model, ops
-from csa2_compiled.compiled import PASS_ORDER
+from csa2_compiled.compiled import PASS_ORDER, make_manager
 from csa2_compiled.masks.block_mask import block_pair_counts
-from csa2_compiled.passes.inductor import UnknownTorchVersionError, require_known_torch, without_autograd_cache
+from csa2_compiled.passes.inductor import (
+    UnknownTorchVersionError,
+    require_known_torch,
+    use_triton_cache_of_inductor,
+    without_autograd_cache,
+)
 
 # Every role, some of them twice.
 CONFIG = replace(
@@ -186,6 +194,33 @@ def test_unknown_torch_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9.0")
     with pytest.raises(UnknownTorchVersionError, match=r"9\.9\.0"):
         require_known_torch()
+
+
+@pytest.mark.parametrize("chosen", [None, "/opt/ptxas"])
+def test_triton_is_given_the_ptxas_of_torch_before_anything_compiles(tmp_path, monkeypatch, chosen):
+    """Else a process that takes all graphs from a cache has keys of Triton's cache that no compiling process wrote."""
+    for folder in (tmp_path / "torch" / "bin", tmp_path / "torch" / "_inductor" / "bin"):  # torch 2.13 looks there
+        folder.mkdir(parents=True)
+        (folder / "ptxas").touch(mode=0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(tmp_path / "torch/_inductor/runtime/compile_tasks.py"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", chosen or "")  # so that it is put back afterwards
+    if chosen is None:
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    make_manager("none")
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    path = Path(os.environ["TRITON_PTXAS_PATH"])
+    assert path.is_relative_to(tmp_path) if chosen is None else path == Path(chosen)
+
+
+@pytest.mark.parametrize("chosen", [None, "/opt/cache"])
+def test_triton_keeps_kernels_where_inductor_does(tmp_path, monkeypatch, chosen):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", chosen or "")  # so that it is put back afterwards
+    if chosen is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    use_triton_cache_of_inductor(torch.device("cuda", 1))
+    assert Path(os.environ["TRITON_CACHE_DIR"]) == (tmp_path / "triton" / "1" if chosen is None else Path(chosen))
 
 
 def test_inverse_rope_is_right_on_the_first_compiled_call():
