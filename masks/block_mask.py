@@ -48,7 +48,8 @@ def block_mask_from_counts(
     """Make FlexAttention's BlockMask: a block is visited when it holds at least one visible pair.
 
     counts: int32 [N, query blocks, key blocks]. Every visited block is a partial one, so the mask mod
-    decides inside it; no block is taken as full.
+    decides inside it; no block is taken as full. There are no lists of the query blocks that a key block sees, which
+    only gradients read: both layouts are for calls without, and making them was half of what Dynamo traced.
     """
     occupied = (counts > 0).unsqueeze(1)
     # A stable descending sort of the occupancy lists the occupied blocks first, in ascending order.
@@ -59,4 +60,5 @@ def block_mask_from_counts(
         BLOCK_SIZE=(query_block, key_block),
         mask_mod=mask_mod,
         seq_lengths=(num_queries, num_keys),
+        compute_q_blocks=False,
     )
