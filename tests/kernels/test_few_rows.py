@@ -22,7 +22,7 @@ def exact(x: Tensor, weight: Tensor) -> Tensor:
 def assert_rounded_once(product: Tensor, expected: Tensor) -> None:
     """A 16-bit result is the float64 one, rounded, but where float32 sums tip it: one unit in the last place."""
     bits = {torch.bfloat16: 8, torch.float16: 11}[product.dtype]
-    torch.testing.assert_close(product.double(), expected, atol=4e-6, rtol=2.0**-bits * 1.01)
+    torch.testing.assert_close(product.double(), expected, atol=1e-5, rtol=2.0**-bits * 1.01)
 
 
 @pytest.mark.parametrize("programs", [None, 1, 2, 3, 7, 100])
@@ -40,8 +40,8 @@ def test_sums_of_exact_products(
     products = few_rows_products(x, weights, tiles=tiles)
     assert [tuple(product.shape) for product in products] == [(rows, n) for n in outputs]
     for product, weight in zip(products, weights, strict=True):
-        # float32 sums: 4e-7 of the largest was measured.
-        torch.testing.assert_close(product.double(), exact(x, weight), atol=4e-6, rtol=1e-6)
+        # float32 sums of 70 numbers: 5e-6 was measured, on an H200.
+        torch.testing.assert_close(product.double(), exact(x, weight), atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -79,7 +79,7 @@ def test_tiles_are_chosen(dtype: torch.dtype, device: torch.device):
     if dtype == torch.bfloat16:
         assert_rounded_once(product, exact(x, weight))
     else:
-        torch.testing.assert_close(product.double(), exact(x, weight), atol=4e-6, rtol=1e-6)
+        torch.testing.assert_close(product.double(), exact(x, weight), atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
