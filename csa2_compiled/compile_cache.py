@@ -1,8 +1,8 @@
 """One file with what torch.compile made, to start another process or machine without compiling.
 
 The file is a magic with the format's number, the SHA-256 of what follows, the length of a JSON header, the header, and
-the payload: PyTorch's portable artifacts (`torch.compiler.save_cache_artifacts`), then the libraries of C++ kernels,
-which those do not hold.
+the payload: PyTorch's portable artifacts (`torch.compiler.save_cache_artifacts`), then what those do not hold: the
+libraries of C++ kernels, and what Triton made for kernels that ops of this package launch.
 """
 
 import hashlib
@@ -24,14 +24,23 @@ from csa2_compiled.passes.inductor import (
     cpp_command,
     cpp_libraries,
     graphs_compiled,
+    put_triton_files,
     require_known_torch,
+    triton_files,
+    use_cpp_libraries,
+    use_triton_cache_of_inductor,
 )
+from csa2_compiled.passes.kv_gather import kernels_outside_graphs
 from csa2_compiled.whole_file import whole_file
 
 MAGIC = b"CSA2 compile cache "
 FORMAT = b"1\n"
 _LENGTH_BYTES = 8
-_LIBRARY = re.compile(r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so(\.load_ok)?")
+# Of C++ kernels, below Inductor's folder; of Triton, below its own.
+_LIBRARY = re.compile(
+    r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so(\.load_ok)?|triton/[A-Z2-7]+/\w[\w.-]*\.(json|cubin|so)", re.ASCII
+)
+_TRITON = "triton/"
 # Instruction sets that a compiler uses on its own when it compiles for the machine it is on.
 _INSTRUCTIONS = re.compile(r"(avx|amx|s?sse|fma|bmi|f16c|vaes|vpclmul|gfni|sha|adx|lzcnt|movbe|popcnt|asimd|sve).*")
 
@@ -53,8 +62,9 @@ def save_compile_cache(path: str | os.PathLike[str], device: torch.device | str 
     """Write all that this process compiled, or took from its caches, to one file for `load_compile_cache`.
 
     device: what the graphs run on, "cpu" or "cuda", for a check when the file is loaded; None: "cuda" where this
-    process has used it, else "cpu". An older file is replaced only once the new one is whole. Raises CompileCacheError
-    if nothing was compiled, or for another device; OSError if the file cannot be written.
+    process has used it, else "cpu". Libraries of a file that it loaded come along. An older file is replaced only once
+    the new one is whole. Raises CompileCacheError if nothing was compiled, or for another device; OSError if the file
+    cannot be written.
     """
     require_known_torch()
     chosen = _device(device)
@@ -63,6 +73,8 @@ def save_compile_cache(path: str | os.PathLike[str], device: torch.device | str 
         raise CompileCacheError("nothing was compiled in this process, or with graph caches off: nothing to save")
     artifacts, info = saved
     libraries = [(path.relative_to(cache_folder()).as_posix(), path.read_bytes()) for path in cpp_libraries()]
+    kernels = [path for kernel in kernels_outside_graphs() for path in triton_files(kernel)]
+    libraries += [(f"{_TRITON}{path.parent.name}/{path.name}", path.read_bytes()) for path in kernels]
     payload = artifacts + b"".join(content for _, content in libraries)
     header = {
         **environment(chosen),
@@ -79,7 +91,8 @@ def save_compile_cache(path: str | os.PathLike[str], device: torch.device | str 
 def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheContents:
     """Put what `save_compile_cache` wrote into this machine's caches, where later compilations find it.
 
-    Loading runs no code of the file, but the graphs that are compiled later do: load only files that you trust.
+    Load before the first launch of a kernel. Loading runs no code of the file, but the graphs that are compiled later
+    do: load only files that you trust.
     Raises CompileCacheError, and changes nothing, for a file that is missing, damaged, or was made with another
     format, torch, Triton, Python, C++ compiler command, device or CPU, or from other sources of this package.
     """
@@ -93,6 +106,11 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheContents:
     _check_environment(source, header)
     artifacts, libraries = _parts(source, header, payload)
     _load_artifacts(source, artifacts)
+    of_triton = {name.removeprefix(_TRITON): libraries.pop(name) for name in [*libraries] if name.startswith(_TRITON)}
+    if of_triton:
+        if header["device"] == "cuda":
+            use_triton_cache_of_inductor(torch.device("cuda", torch.cuda.current_device()))
+        put_triton_files(of_triton)
     for name, library in libraries.items():
         target = cache_folder() / name
         if not target.exists():
@@ -100,6 +118,7 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheContents:
             with whole_file(target) as partial:
                 partial.write_bytes(library)
             target.chmod(0o755)
+    use_cpp_libraries(cache_folder() / name for name in libraries if name.endswith(".main.so"))
     return _contents(header, len(content))
 
 

@@ -8,11 +8,11 @@ import ast
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +384,7 @@ def cache_folder() -> Path:
 
 
 def cpp_libraries() -> list[Path]:
-    """Libraries of the C++ kernels that this process loaded, and of the compiler's tries of instruction sets.
+    """Libraries of the C++ kernels that this process knows, and of the compiler's tries of instruction sets.
 
     All below `cache_folder`. PyTorch's portable artifacts do not hold them.
     """
@@ -394,6 +394,20 @@ def cpp_libraries() -> list[Path]:
     tries = [path for path in cache_folder().glob("??/*.so") if _tries_instructions(path.with_suffix(".cpp"))]
     loaded = [path.with_name(path.name + ".load_ok") for path in tries]  # torch 2.14 notes there that one loads
     return [path for path in (*kernels, *tries, *loaded) if path.is_file()]
+
+
+def use_cpp_libraries(libraries: Iterable[Path]) -> None:
+    """Have Inductor load these C++ kernels, files of `cache_folder`, where a graph asks for kernels of their names.
+
+    It precompiles its C++ header, which takes seconds, for every kernel that this process does not know yet, before it
+    looks whether there is a library. Nothing is loaded here, and other kernels are compiled as ever.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    for library in libraries:
+        key = library.name.removesuffix(".main.so")
+        load = lru_cache(partial(CppPythonBindingsCodeCache._load_library, str(library), key))
+        CppPythonBindingsCodeCache.cache.setdefault(key, load)
 
 
 def _tries_instructions(source: Path) -> bool:
@@ -406,3 +420,40 @@ def cpp_command() -> str:
 
     options = CppTorchDeviceOptions(include_pytorch=False, shared=True, device_type="cpu")
     return " ".join(CppBuilder(name="o", sources="i", BuildOption=options).get_command_line().split())
+
+
+def triton_files(kernel: Any) -> list[Path]:
+    """What Triton's cache holds for a kernel that this process launched without Inductor.
+
+    Binaries and metadata of the kernel's variants, their launchers, and the library by which Triton calls CUDA; a
+    folder's name is a key of the cache.
+    """
+    variants = [variant for compiled, *_ in kernel.device_caches.values() for variant in compiled.values()]
+    groups = [
+        [Path(path) for name, path in variant.metadata_group.items() if name.endswith((".json", ".cubin"))]
+        for variant in variants
+    ]
+    called = [variant.run.launch for variant in variants if variant.module is not None]
+    if called:
+        from triton.runtime import driver  # type: ignore[import-not-found]
+
+        called.append(driver.active.utils.load_binary)
+    groups += [[Path(function.__self__.__file__)] for function in called]
+    whole = [group for group in groups if all(path.is_file() for path in group)]
+    return list(dict.fromkeys(path for group in whole for path in group))
+
+
+def put_triton_files(files: Mapping[str, bytes]) -> None:
+    """Write files, by their folder and name, to Triton's cache, where a kernel's next compilation finds them.
+
+    A folder's list of its files, without which Triton takes none, holds absolute paths, and so is written anew.
+    """
+    from triton.runtime.cache import FileCacheManager  # type: ignore[import-not-found]
+
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, content in files.items():
+        folder, _, file = name.partition("/")
+        groups[folder][file] = FileCacheManager(folder).put(content, file)
+    for folder, group in groups.items():
+        for metadata in (file for file in group if file.endswith(".json")):
+            FileCacheManager(folder).put_group(metadata, group)
