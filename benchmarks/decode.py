@@ -207,7 +207,7 @@ def main(
         print(f"written to {path}")
 
 
-def compile_in_parallel(rows: str, batches: str, contexts: str, combo_kernels: bool = True) -> None:
+def compile_in_parallel(rows: str, batches: str, contexts: str, combo_kernels: bool) -> None:
     """Fill the compilers' caches, so that the timed process compiles little.
 
     A process for each layer and batch; the largest caches, of which few fit at once, come one after the other in one.

@@ -92,7 +92,7 @@ class Gemv(NodePass):
             if rows is None or _why_no_kernel(node) is not None:
                 continue
             if node.target is aten.bmm.default:
-                if _is_input(node.args[1]):  # weights; batches of keys may be many
+                if _is_input(node.args[1]):  # weights; keys that the graph computes may be many
                     _rewrite_groups(graph, node)
                     fired[node.target.name()] += 1
                 continue
@@ -126,11 +126,10 @@ def _rewrite_together(graph: fx.Graph, nodes: list[Any]) -> None:
 
     first, weights = nodes[0], [node.args[1] for node in nodes]
     rows, channels = example_of(first.args[0]).shape
-
     shared_memory = shared_memory_per_block(example_of(first).device)
 
     def body(x: Tensor, *transposed_weights: Tensor) -> tuple[Tensor, ...]:
-        x = x if x.dim() == 2 else x.reshape(rows, channels)
+        x = x.reshape(rows, channels)
         return few_rows_products(x, [weight.t() for weight in transposed_weights], shared_memory=shared_memory)
 
     # `replace_by_trace` takes a node, here one of all the products together.
@@ -162,6 +161,8 @@ def _rewrite_groups(graph: fx.Graph, node: fx.Node) -> None:
         copy, views = found
         for view, value in views:
             view.meta["val"] = value
+            if is_call(view, aten.view.default):
+                view.target = aten.reshape.default
         copy.replace_all_uses_with(copy.all_input_nodes[0])
         graph.erase_node(copy)
 
@@ -171,7 +172,7 @@ def _few_rows(node: Any) -> Any:
     if has_symbols(*node.args):
         return None
     x, weight = (example_of(argument) for argument in node.args)
-    if not 1 < x.shape[-2] <= _MOST_ROWS:
+    if not 1 < x.shape[-2] <= _MOST_ROWS or 0 in (x.numel(), weight.numel()):
         return None
     if weight.dtype != torch.float32:
         whole_vectors = weight.shape[-2] % 16 == 0  # where rows of a weight begin
@@ -180,7 +181,8 @@ def _few_rows(node: Any) -> Any:
     if node.target is not aten.mm.default or not is_call(source, torch.ops.prims.convert_element_type.default):
         return None
     value = example_of(source.args[0])
-    return source.args[0] if value.dtype == torch.bfloat16 and value.stride(-1) == 1 else None
+    adjacent = value.stride(-1) == 1 and value.shape[-1] == x.shape[-1]  # also once it has the shape of x
+    return source.args[0] if value.dtype == torch.bfloat16 and adjacent else None
 
 
 def _without_views(node: Any) -> Any:
@@ -223,10 +225,13 @@ def _copy_behind_views(node: fx.Node) -> tuple[fx.Node, list[tuple[fx.Node, Tens
             (node,) = node.users
             if is_call(node, aten.clone.default):
                 goes = value.is_contiguous() and example_of(node).is_contiguous()
-                return (node, views) if goes and all(user.op != "output" for user in node.users) else None
-            if not any(is_call(node, view) for view in _VIEWS):
+                return (node, views) if goes else None
+            if is_call(node, aten.view.default):
+                value = aten.reshape.default(value, *node.args[1:])  # which also takes the other order
+            elif is_call(node, aten.reshape.default) or is_call(node, aten.permute.default):
+                assert callable(node.target)
+                value = node.target(value, *node.args[1:])
+            else:
                 return None
-            assert callable(node.target)
-            value = node.target(value, *node.args[1:])
             views.append((node, value))
     return None

@@ -28,7 +28,6 @@ from torch import Tensor
 from csa2_compiled.passes.kernels.launch import traceable
 from csa2_compiled.passes.kernels.tile_math import dot_float32, round_to
 
-MOST_ROWS = 64
 MOST_WEIGHTS = 4
 # Of an H100 or H200. Elsewhere only speed depends on the first; the second is asked of the device.
 _MULTIPROCESSORS = 132
@@ -87,8 +86,10 @@ def few_rows_products(
 ) -> tuple[Tensor, ...]:
     """x [M, K] times the transpose of each weight [N, K], in the weights' dtype: [M, N] each.
 
-    shared_memory: bytes that a program may use, where no tiles are given.
+    shared_memory: bytes that a program may use, where no tiles are given. Raises ValueError for too many weights.
     """
+    if len(weights) > MOST_WEIGHTS:
+        raise ValueError(f"weights are {len(weights)}; a launch takes at most {MOST_WEIGHTS}")
     stacked = [weight.unsqueeze(0) for weight in weights]
     return tuple(out.squeeze(1) for out in _products(x.unsqueeze(0), stacked, tiles, shared_memory))
 
@@ -197,7 +198,8 @@ def few_rows_kernel(
     row_exists = row < num_rows
     x_offsets = row[:, None] * x_row_stride + channel[None, :]
     weight_offsets = output[:, None] * weight_row_stride + channel[None, :]
-    first, last = program * (blocks * chunks) // programs, (program + 1) * (blocks * chunks) // programs
+    place = program.to(tl.int64) * (blocks * chunks)  # may need more than 32 bits
+    first, last = (place // programs).to(tl.int32), ((place + blocks * chunks) // programs).to(tl.int32)
     block, chunk = first // chunks, first % chunks
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for number in tl.range(first, last, num_stages=STAGES):

@@ -10,7 +10,8 @@ Queries go in chunks, each through three kernels:
 
 So every product is computed once (five in all), and nothing is added atomically: a row's slots are found by a stable
 sort of the indices, and are summed in ascending order of queries and slots, in float32, chunk after chunk.
-Runs are bit for bit alike. The workspace of a chunk holds queries x slots x D float32 values and bounds the memory.
+Runs are bit for bit alike. The workspace of a chunk holds queries x slots x D float32 values and bounds the memory,
+beside the numbers of all slots in their order: 16 bytes a slot while they are sorted, 8 after.
 
 Dots accumulate in float32; weights and logit gradients are rounded to q's dtype for the dots they go into, and so
 are the results at the end. A window's row is named by many queries in a row and its gradient is nearest to exact in

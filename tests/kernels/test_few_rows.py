@@ -111,3 +111,9 @@ def test_strided_inputs(device: torch.device):
     expected = few_rows_products(x.contiguous(), [w.contiguous() for w in weights], tiles=TILES)
     for product, same in zip(few_rows_products(x, weights, tiles=TILES), expected, strict=True):
         assert torch.equal(product, same)
+
+
+def test_more_weights_than_a_launch_takes(device: torch.device):
+    x = torch.zeros(2, 16, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="weights are 5; a launch takes at most 4"):
+        few_rows_products(x, [x] * 5)

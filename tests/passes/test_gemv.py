@@ -151,6 +151,19 @@ def test_float32_weights_of_the_same_rows(launches: list[Any]) -> None:
     assert report.fired == {"aten::mm": 2}
 
 
+def test_rows_of_another_shape_before_their_cast_are_declined(launches: list[Any]) -> None:
+    _, report = rewrite(lambda x, w: x.float().view(4, 32) @ w.t(), randn(2, 64), randn(8, 32, dtype=torch.float32))
+    assert not launches
+    assert report.declined == {("aten::mm", SEVERAL_ROWS): 1}
+
+
+@pytest.mark.parametrize(("rows", "outputs", "channels"), [(4, 8, 0), (4, 0, 32)])
+def test_empty_products_are_declined(rows: int, outputs: int, channels: int, launches: list[Any]) -> None:
+    rewrite(lambda x, a, b: (x @ a.t(), x @ b.t()), randn(rows, channels), *[randn(outputs, channels)] * 2)
+    rewrite(lambda x, w: torch.bmm(x, w.mT) + 1, randn(2, rows, channels), randn(2, outputs, channels))
+    assert not launches
+
+
 def grouped_projection(x: Tensor, weight: Tensor) -> Tensor:
     """As the attention's output projection: x [B, S, G, K], weight [G, N, K] -> [B, S, G N]."""
     return torch.einsum("bsgd,grd->bsgr", x, weight).flatten(2) + 1
@@ -186,7 +199,62 @@ def test_sixteen_bit_rows_that_do_not_begin_at_whole_vectors_are_declined(launch
     assert report.declined == {("aten::mm", SEVERAL_ROWS): 2}
 
 
+def test_weights_of_two_dtypes_stay_apart(launches: list[Any]) -> None:
+    weights = randn(8, 32), randn(8, 32, dtype=torch.float32)
+    rewrite(lambda x, a, b: (x @ a.t(), x.float() @ b.t()), randn(4, 32), *weights)
+    assert launches == [((4, 32), [(8, 32)])]  # of the float32 weight
+
+
+def test_a_view_of_a_weight_that_stands_behind_the_first_product_stays_there(launches: list[Any]) -> None:
+    rewrite(lambda x, a, b: (x @ a.t(), x @ b.view(8, 32).t()), randn(4, 32), randn(8, 32), randn(2, 4, 32))
+    assert not launches
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (0, 2, 1), (2, 1, 0)])
+def test_a_copy_into_another_order_stays(order: tuple[int, ...], launches: list[Any]) -> None:
+    rewrite(lambda x, w: torch.bmm(x, w.mT).permute(order).contiguous() + 1, randn(2, 3, 32), randn(2, 16, 32))
+    assert len(launches) == 1
+
+
+def test_a_view_that_the_other_order_has_not_becomes_a_copy(launches: list[Any]) -> None:
+    rewrite(lambda x, w: aten.view(torch.bmm(x, w.mT), [-1, 16]).clone() + 1, randn(2, 3, 32), randn(2, 16, 32))
+    assert len(launches) == 1
+
+
+def test_a_grouped_product_with_two_readers_keeps_its_order(launches: list[Any]) -> None:
+    def both(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        product = torch.bmm(x, w.mT)
+        return product.transpose(0, 1).contiguous() + 1, product.exp()
+
+    rewrite(both, randn(2, 3, 32), randn(2, 16, 32))
+    assert len(launches) == 1
+
+
+def test_grouped_products_of_float32_weights_are_declined(launches: list[Any]) -> None:
+    rewrite(lambda x, w: torch.bmm(x.float(), w.mT), randn(2, 3, 32), randn(2, 16, 32, dtype=torch.float32))
+    assert not launches
+
+
+def test_strided_rows_of_a_float32_weight_are_declined(launches: list[Any]) -> None:
+    weight = randn(8, 32, dtype=torch.float32)
+    rewrite(lambda x, a: x.t().float().contiguous() @ a.t(), randn(32, 4), weight)
+    rewrite(lambda x, a: x[:, ::2].float() @ a.t(), randn(4, 64), weight)
+    assert not launches
+
+
+def test_weights_with_strided_channels_are_declined(launches: list[Any]) -> None:
+    rewrite(lambda x, a, b: (x @ a, x @ b), randn(4, 32), randn(32, 16), randn(32, 16))
+    rewrite(lambda x, w: torch.bmm(x, w), randn(2, 4, 32), randn(2, 32, 16))
+    assert not launches
+
+
+def test_a_cpu_is_declined() -> None:
+    report = Gemv().run(trace(lambda x, a, b: (x @ a.t(), x @ b.t()), randn(4, 32), randn(8, 32), randn(8, 32)))
+    assert not report.fired
+
+
 def test_sizes_that_are_unknown_are_declined() -> None:
     graph = make_fx(lambda x, w: x @ w.t(), tracing_mode="symbolic")(randn(3, 32), randn(8, 32)).graph
     (node,) = (node for node in graph.nodes if is_call(node, aten.mm.default))
     assert Gemv().why_not(node) == SEVERAL_ROWS
+    assert gemv._few_rows(node) is None
