@@ -205,8 +205,8 @@ def hopper_attention_kernel(
     topk_strides = (topk_batch_stride, topk_token_stride)
     gl.warp_specialize(
         [
-            (_consumer, (memory, problem, rotation, results, 0, SCALE, ROTARY_DIM, ROTATE_OUTPUT)),
-            (_consumer, (memory, problem, rotation, results, 1, SCALE, ROTARY_DIM, ROTATE_OUTPUT)),
+            (_consumer, (memory, problem, results, 0, SCALE, ROTARY_DIM, ROTATE_OUTPUT)),
+            (_consumer, (memory, problem, results, 1, SCALE, ROTARY_DIM, ROTATE_OUTPUT)),
             (
                 _producer,
                 (
@@ -448,7 +448,6 @@ def _filled_slots(indices_ptr, slots, PADDED_SLOTS: gl.constexpr, layout: gl.con
 def _consumer(
     memory,
     problem,
-    rotation,
     results,
     T: gl.constexpr,
     SCALE: gl.constexpr,
