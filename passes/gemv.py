@@ -44,7 +44,8 @@ from csa2_compiled.passes.rewrite import (
 
 aten = torch.ops.aten
 
-_MOST_ROWS, _MOST_WEIGHTS = 64, 4  # those of `few_rows`, which needs Triton
+_MOST_ROWS = 64  # with more the weights no longer cost most
+_MOST_WEIGHTS = 4  # `few_rows.MOST_WEIGHTS`, which needs Triton
 _MOST_JOINT_OUTPUTS = 8192  # a larger weight fills the device, in blocks that others would break up
 _VIEWS = (aten.reshape.default, aten.view.default, aten.permute.default)
 

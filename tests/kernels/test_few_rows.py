@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from csa2_compiled.passes import gemv
 from csa2_compiled.passes.kernels.few_rows import (
+    MOST_WEIGHTS,
     FewRowsTiles,
     _shared_memory,
     choose_tiles,
@@ -22,7 +24,7 @@ def exact(x: Tensor, weight: Tensor) -> Tensor:
 def assert_rounded_once(product: Tensor, expected: Tensor) -> None:
     """A 16-bit result is the float64 one, rounded, but where float32 sums tip it: one unit in the last place."""
     bits = {torch.bfloat16: 8, torch.float16: 11}[product.dtype]
-    torch.testing.assert_close(product.double(), expected, atol=1e-5, rtol=2.0**-bits * 1.01)
+    torch.testing.assert_close(product.double(), expected, atol=4e-6, rtol=2.0**-bits * 1.01)
 
 
 @pytest.mark.parametrize("programs", [None, 1, 2, 3, 7, 100])
@@ -40,7 +42,7 @@ def test_sums_of_exact_products(
     products = few_rows_products(x, weights, tiles=tiles)
     assert [tuple(product.shape) for product in products] == [(rows, n) for n in outputs]
     for product, weight in zip(products, weights, strict=True):
-        # float32 sums of 70 numbers: 5e-6 was measured, on an H200.
+        # float32 sums: 4.9e-6 was measured on an H200, of 48 channels.
         torch.testing.assert_close(product.double(), exact(x, weight), atol=1e-5, rtol=1e-6)
 
 
@@ -79,7 +81,7 @@ def test_tiles_are_chosen(dtype: torch.dtype, device: torch.device):
     if dtype == torch.bfloat16:
         assert_rounded_once(product, exact(x, weight))
     else:
-        torch.testing.assert_close(product.double(), exact(x, weight), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(product.double(), exact(x, weight), atol=4e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -114,6 +116,7 @@ def test_strided_inputs(device: torch.device):
 
 
 def test_more_weights_than_a_launch_takes(device: torch.device):
+    assert gemv._MOST_WEIGHTS == MOST_WEIGHTS  # the pass cannot import it without Triton
     x = torch.zeros(2, 16, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="weights are 5; a launch takes at most 4"):
         few_rows_products(x, [x] * 5)
